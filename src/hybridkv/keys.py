@@ -1,0 +1,310 @@
+"""Keys, block hashes, namespaces and manifests. Keys are for ever: any change of bytes is a new scheme version.
+
+A key reads ``hkv1/<namespace fingerprint>/<spec group>/<rank>/<block hash>``. The fingerprint digests
+everything that must agree for bytes to be exchangeable; the block hash is chained, so it names the block
+and its whole prefix.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import NewType
+
+import numpy as np
+
+from hybridkv.errors import KeySchemeError
+from hybridkv.specs.layout import Layout
+from hybridkv.suggest import nearest
+
+SCHEME = "hkv1"
+PAYLOAD_VERSION = 1
+"""Version of the bytes under a key: how an object's layers are put together."""
+
+HashBlob = NewType("HashBlob", bytes)
+"""A prompt's block hashes laid end to end: one digest a hash unit, all of one length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """Everything beside the layout that must agree for bytes to be exchangeable.
+
+    Attributes:
+        model_version: a digest of the weights and the effective configuration, or a version that the
+            user vouches for; never a path.
+        weights_epoch: raised when the weights change under a running engine.
+        draft_model: version of the draft model of speculative decoding; empty without one.
+        kv_dtype: element type of the KV cache, such as ``bfloat16``.
+        state_dtypes: element types of recurrent states; empty without any.
+        quantization: scheme and scales of the KV cache; empty without one.
+        kernel_layout: how the engine's kernels lay a block out in memory.
+        hash_algorithm: algorithm of the block hashes.
+        hash_root: hex of what the first block hash is chained to.
+    """
+
+    model_version: str
+    weights_epoch: int = 0
+    draft_model: str = ""
+    kv_dtype: str = ""
+    state_dtypes: tuple[str, ...] = ()
+    quantization: str = ""
+    kernel_layout: str = ""
+    hash_algorithm: str = "sha256"
+    hash_root: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """What a manifest says of one spec group."""
+
+    kind: str
+    spec: str
+    lookahead: int
+    blocks_per_object: int
+    object_bytes: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The readable form of a namespace, stored beside its data."""
+
+    scheme: str
+    payload_version: int
+    hash_unit: int
+    namespace: Namespace
+    groups: tuple[GroupFacts, ...]
+
+    @classmethod
+    def of(cls, namespace: Namespace, layout: Layout) -> "Manifest":
+        """Return the manifest of a layout in a namespace."""
+        return cls(
+            scheme=SCHEME,
+            payload_version=PAYLOAD_VERSION,
+            hash_unit=layout.hash_unit,
+            namespace=namespace,
+            groups=tuple(
+                GroupFacts(
+                    kind=group.spec.kind,
+                    spec=" ".join(f"{f.name}={getattr(group.spec, f.name)}" for f in fields(group.spec)),
+                    lookahead=group.lookahead,
+                    blocks_per_object=group.blocks_per_object,
+                    object_bytes=group.object_bytes,
+                    num_ranks=group.num_ranks,
+                )
+                for group in layout.spec_groups
+            ),
+        )
+
+    def to_json(self) -> str:
+        """Return the canonical text: sorted fields, ASCII, one line."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Read a manifest strictly: unknown, missing or mistyped fields are refused.
+
+        Raises:
+            KeySchemeError: the text is not a manifest; the message names the field.
+        """
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise KeySchemeError(f"manifest is not JSON: {error}") from None
+        whole = _strict(cls, raw, "manifest")
+        namespace = _strict(Namespace, whole["namespace"], "namespace")
+        namespace["state_dtypes"] = tuple(_listed(namespace["state_dtypes"], "namespace.state_dtypes"))
+        groups = [
+            _strict(GroupFacts, group, f"groups[{idx}]")
+            for idx, group in enumerate(_listed(whole["groups"], "groups"))
+        ]
+        whole["namespace"] = Namespace(**namespace)  # type: ignore[arg-type]
+        whole["groups"] = tuple(GroupFacts(**group) for group in groups)  # type: ignore[arg-type]
+        manifest = cls(**whole)  # type: ignore[arg-type]
+        if manifest.scheme != SCHEME:
+            raise KeySchemeError(f"manifest.scheme is {manifest.scheme!r}; this version reads {SCHEME!r}")
+        return manifest
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that differ whenever any field differs."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+    def differences(self, other: "Manifest") -> list[str]:
+        """Return one line a differing field: ``field: this value != other value``."""
+        mine, theirs = _flat(asdict(self)), _flat(asdict(other))
+        return [
+            f"{name}: {mine.get(name, 'absent')!r} != {theirs.get(name, 'absent')!r}"
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
+
+
+def _flat(value: object, path: str = "") -> dict[str, object]:
+    if isinstance(value, dict):
+        parts = [(f"{path}.{name}" if path else str(name), part) for name, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(f"{path}[{idx}]", part) for idx, part in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for sub, part in parts for name, leaf in _flat(part, sub).items()}
+
+
+def _listed(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise KeySchemeError(f"{where} is {type(value).__name__}, not a list")
+    return value
+
+
+def _strict(cls: type, raw: object, where: str) -> dict[str, object]:
+    if not isinstance(raw, dict):
+        raise KeySchemeError(f"{where} is {type(raw).__name__}, not an object")
+    known = {field.name: field.type for field in fields(cls)}
+    for name in raw:
+        if name not in known:
+            raise KeySchemeError(f"{where}.{name} is unknown{nearest(name, known)}")
+    for name, kind in known.items():
+        if name not in raw:
+            raise KeySchemeError(f"{where}.{name} is missing")
+        if kind in (int, str) and type(raw[name]) is not kind:
+            raise KeySchemeError(f"{where}.{name} is {raw[name]!r}, not {kind.__name__}")
+    return dict(raw)
+
+
+class KeyScheme:
+    """Makes the keys of one namespace and layout, in bulk.
+
+    Args:
+        manifest: of the namespace; its fingerprint is part of every key.
+        layout: the layout that the manifest describes.
+    """
+
+    def __init__(self, manifest: Manifest, layout: Layout) -> None:
+        self._hash_unit = layout.hash_unit
+        self._object_units = [group.object_size // layout.hash_unit for group in layout.spec_groups]
+        self._prefixes = [
+            [f"{SCHEME}/{manifest.fingerprint}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
+            for group in layout.spec_groups
+        ]
+
+    def keys(
+        self, spec_group: int, rank: int, objects: Iterable[int], blob: bytes, *, digest_bytes: int
+    ) -> list[str]:
+        """Return the keys of some objects of a prompt.
+
+        Args:
+            spec_group: index of the spec group.
+            rank: rank namespace.
+            objects: object indices; the last hash unit of each lies inside the blob.
+            blob: the prompt's block hashes, ``digest_bytes`` a hash unit.
+            digest_bytes: length of one block hash.
+
+        Raises:
+            KeySchemeError: an object reaches past the blob.
+        """
+        units = self._object_units[spec_group]
+        prefix = self._prefixes[spec_group][rank]
+        chosen = np.asarray(objects if isinstance(objects, np.ndarray) else list(objects), dtype=np.int64)
+        digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, digest_bytes)
+        if not len(chosen):
+            return []
+        if int(chosen.max()) * units + units > len(digests) or int(chosen.min()) < 0:
+            raise KeySchemeError(
+                f"object {int(chosen.max())} of spec group {spec_group} reaches past the prompt's "
+                f"{len(digests)} block hashes; only complete objects have a key"
+            )
+        text = digests[chosen * units + units - 1].tobytes().hex()
+        width = 2 * digest_bytes
+        return [prefix + text[i : i + width] for i in range(0, len(text), width)]
+
+    def prefix(self, spec_group: int, rank: int) -> str:
+        """Return what every key of a spec group and rank begins with."""
+        return self._prefixes[spec_group][rank]
+
+
+def spec_group_of(key: str) -> int:
+    """Return the spec group that a key names.
+
+    Raises:
+        KeySchemeError: the key is of another scheme.
+    """
+    parts = key.split("/")
+    if len(parts) != 5 or parts[0] != SCHEME or not parts[2].isdecimal():
+        raise KeySchemeError(f"key {key!r} is not of scheme {SCHEME}")
+    return int(parts[2])
+
+
+class BlockHasher:
+    """Chained block hashes for callers that bring token ids.
+
+    ``h[i] = sha256(h[i-1] || tokens of unit i)``; the root digests the tenant's salt and the LoRA name in
+    separate domains, so a LoRA that is named like a salt shares nothing with it.
+
+    Args:
+        hash_unit: tokens per hash, >= 1.
+        salt: the tenant's salt; prompts of different salts share no hash.
+        lora: name of the LoRA adapter; empty for the base model.
+
+    Example:
+        >>> hasher = BlockHasher(hash_unit=4)
+        >>> blob = hasher.hash_tokens([1, 2, 3, 4, 5])
+        >>> len(blob)
+        32
+        >>> blob == hasher.hash_tokens([1, 2, 3, 4, 9, 9, 9])
+        True
+    """
+
+    digest_bytes = 32
+
+    def __init__(self, *, hash_unit: int, salt: str = "", lora: str = "") -> None:
+        if hash_unit < 1:
+            raise KeySchemeError(f"hash_unit is {hash_unit}; give an integer >= 1")
+        self._hash_unit = hash_unit
+        domains = json.dumps([["root", SCHEME], ["salt", salt], ["lora", lora]])
+        self.root = hashlib.sha256(domains.encode()).digest()
+
+    def hash_tokens(self, tokens: Sequence[int]) -> HashBlob:
+        """Return the hashes of the prompt's complete hash units.
+
+        Args:
+            tokens: token ids, each in [0, 2**32).
+
+        Raises:
+            KeySchemeError: a token id is out of range.
+        """
+        try:
+            raw = np.asarray(tokens, dtype=np.int64)
+        except (OverflowError, ValueError, TypeError):
+            raise KeySchemeError("token ids must be integers in [0, 2**32)") from None
+        if raw.ndim != 1 or (raw.size and (int(raw.min()) < 0 or int(raw.max()) >= 1 << 32)):
+            raise KeySchemeError("token ids must be a flat list of integers in [0, 2**32)")
+        data = memoryview(raw.astype("<u4").tobytes())
+        step, parent, hashes = 4 * self._hash_unit, self.root, []
+        for start in range(0, len(data) - step + 1, step):
+            parent = hashlib.sha256(parent + data[start : start + step]).digest()
+            hashes.append(parent)
+        return HashBlob(b"".join(hashes))
+
+
+def vllm_mooncake(
+    *,
+    model: str,
+    group: int,
+    block_hash: bytes,
+    tp_rank: int = 0,
+    pcp_rank: int = 0,
+    dcp_rank: int = 0,
+    pp_rank: int = 0,
+    cache_prefix: str = "",
+) -> str:
+    """Return the key of vLLM's in-tree Mooncake connector (0.32), for tools that inspect such stores.
+
+    Example:
+        >>> vllm_mooncake(model="test-model", group=1, block_hash=b"h3")
+        'test-model@tp_rank:0@pcp0@dcp0@pp_rank:0@group:1@6833'
+    """
+    text = (
+        f"{model}@tp_rank:{tp_rank}@pcp{pcp_rank}@dcp{dcp_rank}@pp_rank:{pp_rank}"
+        f"@group:{group}@{block_hash.hex()}"
+    )
+    return f"{cache_prefix}@{text}" if cache_prefix else text

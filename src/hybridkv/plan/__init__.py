@@ -1,0 +1,1 @@
+"""The planner: pure functions that decide what to save, ask and load."""
