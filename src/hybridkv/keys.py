@@ -7,11 +7,12 @@ and its whole prefix.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import NewType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.errors import KeySchemeError
 from hybridkv.specs.layout import Layout
@@ -177,10 +178,11 @@ class KeyScheme:
     Args:
         manifest: of the namespace; its fingerprint is part of every key.
         layout: the layout that the manifest describes.
+        digest_bytes: length of one block hash.
     """
 
-    def __init__(self, manifest: Manifest, layout: Layout) -> None:
-        self._hash_unit = layout.hash_unit
+    def __init__(self, manifest: Manifest, layout: Layout, *, digest_bytes: int) -> None:
+        self._digest_bytes = digest_bytes
         self._object_units = [group.object_size // layout.hash_unit for group in layout.spec_groups]
         self._prefixes = [
             [f"{SCHEME}/{manifest.fingerprint}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
@@ -188,7 +190,7 @@ class KeyScheme:
         ]
 
     def keys(
-        self, spec_group: int, rank: int, objects: Iterable[int], blob: bytes, *, digest_bytes: int
+        self, spec_group: int, rank: int, objects: range | NDArray[np.int64], blob: bytes
     ) -> list[str]:
         """Return the keys of some objects of a prompt.
 
@@ -197,24 +199,23 @@ class KeyScheme:
             rank: rank namespace.
             objects: object indices; the last hash unit of each lies inside the blob.
             blob: the prompt's block hashes, ``digest_bytes`` a hash unit.
-            digest_bytes: length of one block hash.
 
         Raises:
             KeySchemeError: an object reaches past the blob.
         """
         units = self._object_units[spec_group]
         prefix = self._prefixes[spec_group][rank]
-        chosen = np.asarray(objects if isinstance(objects, np.ndarray) else list(objects), dtype=np.int64)
-        digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, digest_bytes)
-        if not len(chosen):
+        if not len(objects):
             return []
+        chosen = np.arange(objects.start, objects.stop) if isinstance(objects, range) else objects
+        digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, self._digest_bytes)
         if int(chosen.max()) * units + units > len(digests) or int(chosen.min()) < 0:
             raise KeySchemeError(
                 f"object {int(chosen.max())} of spec group {spec_group} reaches past the prompt's "
                 f"{len(digests)} block hashes; only complete objects have a key"
             )
         text = digests[chosen * units + units - 1].tobytes().hex()
-        width = 2 * digest_bytes
+        width = 2 * self._digest_bytes
         return [prefix + text[i : i + width] for i in range(0, len(text), width)]
 
     def prefix(self, spec_group: int, rank: int) -> str:

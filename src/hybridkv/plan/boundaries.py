@@ -88,8 +88,10 @@ def open_ended_boundaries(layout: Layout, retention: Retention, stop: int) -> ND
     closed; no boundary that depends on the end.
     """
     step = layout.alignment if retention == "all" else retention
-    last = 0
-    for group in layout.spec_groups if step else ():
+    if step == 0:
+        return np.zeros(0, dtype=np.int64)
+    last = max(0, stop - 1) // step * step  # no need starts above its boundary
+    for group in layout.spec_groups:
         while not group.spec.downward_closed and group.spec.oldest_needed(last + step) < stop:
             last += step
-    return np.arange(step, last + 1, step, dtype=np.int64) if last else np.zeros(0, dtype=np.int64)
+    return np.arange(step, last + 1, step, dtype=np.int64)

@@ -1,0 +1,212 @@
+"""The command line: ``hybridkv --help``."""
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from hybridkv import __version__
+from hybridkv.errors import ConfigError, CorruptPayloadError, HybridKVError
+from hybridkv.plan.boundaries import Retention
+from hybridkv.sim.demo import DemoRow, demo_table, demo_trace, run_demo
+from hybridkv.sim.naming import Tails
+from hybridkv.sim.replay import Replay, ReplaySettings
+from hybridkv.sim.trace import read_trace
+from hybridkv.specs.layout_file import catalogue, find_layout
+from hybridkv.units import format_bytes
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="KV cache outside the serving engine, for models that mix kinds of attention.",
+)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is standard output.")]
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 - typer hands the flag over by position
+    if value:
+        typer.echo(f"hybridkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[  # noqa: ARG001 - handled by its callback
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _retention(text: str) -> Retention:
+    if text == "all":
+        return "all"
+    if text.isascii() and text.isdecimal() and len(text) < 16:
+        return int(text)
+    raise ConfigError(f"retention is {text!r}; use 'all', 0 or a number of tokens")
+
+
+def _scale(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"payload scale is {text!r}; give a fraction in (0, 1], such as 1/64") from None
+
+
+def _write_json(target: Path | None, data: object) -> None:
+    if target is None:
+        return
+    text = json.dumps(data, indent=2) + "\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from None
+
+
+def _show(renderable: object, json_file: Path | None) -> None:
+    """Print for people, unless standard output carries the JSON."""
+    if str(json_file) != "-":
+        Console(width=None if sys.stdout.isatty() else 120).print(renderable)
+
+
+@app.command(
+    epilog="Example: hybridkv replay trace.jsonl --model gpt-oss-120b --store memory://?capacity=2GiB "
+    "--bytes --payload-scale 1/64 --limit 300"
+)
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Requests in the FAST'25 JSONL format.")],
+    model: Annotated[str, typer.Option(help="A built-in model (see `hybridkv models`) or a layout file.")],
+    store: Annotated[str, typer.Option(help="Where objects go.")] = "memory://",
+    retention: Annotated[str, typer.Option(help="Kept boundaries: all, 0 or every N tokens.")] = "all",
+    object_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one full-attention or MLA object; default: one block.")
+    ] = None,
+    tails: Annotated[
+        str, typer.Option(help="Partial last blocks: distinct (lower bound) or continued (upper bound).")
+    ] = "distinct",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    prefill_tokens: Annotated[
+        int | None, typer.Option(help="Tokens a prefill step computes at most; default: whole prompts.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Replay only the first N requests.")] = None,
+    move_bytes: Annotated[
+        bool, typer.Option("--bytes", help="Move real bytes and verify every loaded object.")
+    ] = False,
+    payload_scale: Annotated[str, typer.Option(help="Factor on every object's size.")] = "1",
+    skip_bad: Annotated[bool, typer.Option(help="Count unreadable lines instead of stopping.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Replay a request trace through planner, keys and a store; report hits, keys and bytes."""
+    layout = find_layout(model).with_tp(tp)
+    if object_tokens is not None:
+        layout = layout.with_object_tokens(object_tokens)
+    settings = ReplaySettings(
+        layout=layout,
+        store_uri=store,
+        retention=_retention(retention),
+        tails=_tails(tails),
+        prefill_tokens=prefill_tokens,
+        move_bytes=move_bytes,
+        payload_scale=_scale(payload_scale),
+    )
+    run = Replay(settings)
+    requests = read_trace(trace, limit=limit, skip_bad=skip_bad)
+    run.report.skipped_lines, run.report.skip_reasons = requests.num_skipped, list(requests.skip_reasons)
+    progress = track(
+        requests.requests, "replaying", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
+    report = run.run(progress)
+    _show(report.render(), json_file)
+    _write_json(json_file, report.to_dict())
+
+
+def _tails(text: str) -> Tails:
+    if text == "distinct":
+        return "distinct"
+    if text == "continued":
+        return "continued"
+    raise ConfigError(f"tails is {text!r}; use 'distinct' or 'continued'")
+
+
+@app.command()
+def demo(
+    store: Annotated[str, typer.Option(help="Where objects go.")] = "memory://?capacity=2GiB",
+    json_file: JsonFile = None,
+) -> None:
+    """Show on a small chat trace what a prefix-only cache and hybridkv hit, ask and store."""
+    requests = demo_trace()
+    rows: list[DemoRow] = []
+    with Console(stderr=True).status("replaying with real bytes ..."):
+        rows.extend(run_demo(requests, store))
+    _show(demo_table(rows), json_file)
+    _write_json(
+        json_file, [{"model": row.model, "cache": row.cache, **row.report.to_dict()} for row in rows]
+    )
+
+
+@app.command()
+def models(json_file: JsonFile = None) -> None:
+    """List the built-in layouts and where their numbers come from."""
+    layouts = [find_layout(name) for name in catalogue()]
+    table = Table("model", "spec group", "kind", "cache groups", "object tokens", "object bytes")
+    for layout in layouts:
+        for idx, group in enumerate(layout.spec_groups):
+            table.add_row(
+                layout.name if idx == 0 else "",
+                group.name,
+                group.spec.kind,
+                str(len(group.cache_groups)),
+                str(group.object_size),
+                format_bytes(group.object_bytes),
+            )
+    _show(table, json_file)
+    _write_json(
+        json_file,
+        [
+            {
+                "name": layout.name,
+                "source": layout.source,
+                "alignment": layout.alignment,
+                "hash_unit": layout.hash_unit,
+                "spec_groups": [
+                    {
+                        "name": group.name,
+                        "kind": group.spec.kind,
+                        "cache_groups": len(group.cache_groups),
+                        "object_tokens": group.object_size,
+                        "object_bytes": group.object_bytes,
+                    }
+                    for group in layout.spec_groups
+                ],
+            }
+            for layout in layouts
+        ],
+    )
+
+
+def main() -> None:
+    """Run the command line: exit 0, 1 when something was found wrong, 2 on bad input."""
+    try:
+        app()
+    except CorruptPayloadError as error:
+        _fail(error, 1)
+    except HybridKVError as error:
+        _fail(error, 2)
+
+
+def _fail(error: Exception, code: int) -> None:
+    line = " ".join(str(error).split())
+    sys.stderr.write(f"hybridkv: {line}\n")
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""Replays of request traces: reading, naming and generating them."""

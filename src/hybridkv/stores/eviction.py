@@ -1,0 +1,65 @@
+"""Which objects a full store gives up first."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from hybridkv.stores.base import PutHint
+
+
+class EvictionPolicy(Protocol):
+    """Keeps the order in which one store's objects may go.
+
+    The store calls it under its lock and batch by batch, tells it of every object that comes, serves or goes,
+    and owns sizes and capacity; the policy only orders. One policy object belongs to one store.
+    """
+
+    def stored(self, keys: Sequence[str], hints: Sequence[PutHint] | None) -> None:
+        """Take in new objects, in the order of the batch.
+
+        Args:
+            keys: distinct, and unknown to the policy.
+            hints: one for each key, or ``None`` when the planner gave none.
+        """
+
+    def used(self, keys: Sequence[str]) -> None:
+        """Note that objects were served, in the order of the batch; a key may occur twice."""
+
+    def discarded(self, keys: Sequence[str]) -> None:
+        """Forget objects, whether they were evicted or discarded; the keys are distinct and known."""
+
+    def victims(self) -> Iterator[str]:
+        """Return the known keys, the first to go first; a policy may leave out what it protects.
+
+        The store takes as many as it needs and reports them by ``discarded`` afterwards; in between it calls
+        no method of the policy.
+        """
+
+
+class LruEviction:
+    """Evicts the least recently used object first; every step is O(1) for each key."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[str, None] = OrderedDict()
+
+    def stored(self, keys: Sequence[str], hints: Sequence[PutHint] | None) -> None:  # noqa: ARG002
+        """Make the keys the most recently used; hints are ignored."""
+        order = self._order
+        for key in keys:
+            order[key] = None
+
+    def used(self, keys: Sequence[str]) -> None:
+        """Make the keys the most recently used."""
+        move_to_end = self._order.move_to_end
+        for key in keys:
+            move_to_end(key)
+
+    def discarded(self, keys: Sequence[str]) -> None:
+        """Forget the keys."""
+        order = self._order
+        for key in keys:
+            del order[key]
+
+    def victims(self) -> Iterator[str]:
+        """Return the keys, the least recently used first."""
+        return iter(self._order)

@@ -1,0 +1,211 @@
+"""Memory that a store may touch: registered regions, and copies that never leave them."""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hybridkv.errors import StoreError
+from hybridkv.stores.base import Segments
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region:
+    """One registered piece of memory: the addresses [address, address + num_bytes).
+
+    Attributes:
+        address: of the first byte.
+        num_bytes: > 0.
+        owner: the object whose memory it is.
+    """
+
+    address: int
+    num_bytes: int
+    owner: "Buffer" = field(repr=False)
+
+
+class Pieces:
+    """One object's segments as views of registered memory, which they keep alive.
+
+    Attributes:
+        num_bytes: of all views together.
+        views: writable, one for each segment, in the object's order.
+    """
+
+    __slots__ = ("num_bytes", "views")
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self.views = views
+        self.num_bytes = sum(map(len, views))
+
+    def gather(self) -> bytes:
+        """Return a copy of the object's bytes."""
+        return b"".join(self.views)
+
+    def gather_into(self, target: memoryview) -> None:
+        """Copy the object's bytes into ``target``: writable, of format B, ``num_bytes`` long.
+
+        Raises:
+            StoreError: the sizes differ; no byte was moved.
+        """
+        self._check_size(len(target))
+        start = 0
+        for view in self.views:
+            stop = start + len(view)
+            target[start:stop] = view
+            start = stop
+
+    def scatter(self, data: bytes | bytearray | memoryview) -> None:
+        """Copy ``data``, ``num_bytes`` long and of format B if it is a view, over the segments.
+
+        Raises:
+            StoreError: the sizes differ; no byte was moved.
+        """
+        self._check_size(len(data))
+        source = memoryview(data)
+        start = 0
+        for view in self.views:
+            stop = start + len(view)
+            view[:] = source[start:stop]
+            start = stop
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes != self.num_bytes:
+            raise StoreError(
+                f"{num_bytes} bytes cannot be copied to or from segments of {self.num_bytes} bytes"
+            )
+
+
+class _Registered(NamedTuple):
+    """What a look-up needs, in the order of addresses; replaced as a whole, so that readers need no lock."""
+
+    starts: list[int]
+    stops: list[int]
+    views: list[memoryview]
+
+
+class RegionTable:
+    """The registered regions of one store. All methods may be called from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._views: dict[Region, memoryview] = {}
+        self._registered = _Registered([], [], [])
+
+    def register(self, buffer: "Buffer") -> Region:
+        """Register a writable, C-contiguous buffer; it can be neither freed nor resized until ``unregister``.
+
+        Raises:
+            StoreError: the buffer is read-only, not contiguous, empty or overlaps a registered one.
+        """
+        memory = _memory(buffer)
+        start: int = memory.ctypes.data
+        stop = start + memory.nbytes
+        region = Region(address=start, num_bytes=memory.nbytes, owner=buffer)
+        with self._lock:
+            starts, stops, _ = self._registered
+            at = bisect_right(starts, start)
+            if (at and stops[at - 1] > start) or (at < len(starts) and starts[at] < stop):
+                raise StoreError(
+                    f"buffer of {region.num_bytes} bytes overlaps a region; unregister that one first"
+                )
+            self._replace({**self._views, region: memory.data})
+        return region
+
+    def unregister(self, region: Region) -> None:
+        """Forget a region and let go of its memory; the buffer may be registered anew.
+
+        Raises:
+            StoreError: the region is not registered here.
+        """
+        with self._lock:
+            if region not in self._views:
+                raise StoreError(f"{region} is not registered; unregister each region once")
+            self._replace({held: view for held, view in self._views.items() if held is not region})
+
+    def clear(self) -> None:
+        """Forget all regions."""
+        with self._lock:
+            self._replace({})
+
+    def _replace(self, views: dict[Region, memoryview]) -> None:
+        ordered = sorted(views.items(), key=lambda item: item[0].address)
+        self._views = views
+        self._registered = _Registered(
+            [region.address for region, _ in ordered],
+            [region.address + region.num_bytes for region, _ in ordered],
+            [view for _, view in ordered],
+        )
+
+    def resolve(self, batch: Sequence[Segments]) -> list[Pieces]:
+        """Return the views of each object of a batch; all are checked before this returns.
+
+        A segments object that follows itself is resolved once and shares its ``Pieces``.
+
+        Raises:
+            StoreError: a segment does not lie inside one region or has no byte, or an object has no segment.
+        """
+        registered = self._registered
+        resolved = []
+        previous: Segments | None = None
+        pieces = Pieces([])
+        for segments in batch:
+            if segments is not previous:
+                pieces, previous = _pieces(registered, segments), segments
+            resolved.append(pieces)
+        return resolved
+
+    def gather(self, segments: Segments) -> bytes:
+        """Return a copy of one object's bytes.
+
+        Raises:
+            StoreError: as ``resolve``.
+        """
+        return _pieces(self._registered, segments).gather()
+
+    def scatter(self, data: bytes | bytearray | memoryview, segments: Segments) -> None:
+        """Copy ``data`` over one object's segments.
+
+        Raises:
+            StoreError: as ``resolve``, or the sizes differ; no byte was moved.
+        """
+        _pieces(self._registered, segments).scatter(data)
+
+
+def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the bytes of a buffer without copying."""
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise StoreError(f"{type(buffer).__name__} exports no memory: {error}") from error
+    if view.readonly:
+        raise StoreError(f"{type(buffer).__name__} is read-only; register memory that can be written")
+    if not view.c_contiguous:
+        raise StoreError(
+            f"{type(buffer).__name__} is not C-contiguous; register the array that it is a part of"
+        )
+    if not view.nbytes:
+        raise StoreError(f"{type(buffer).__name__} is empty; a region has at least one byte")
+    return np.frombuffer(view, dtype=np.uint8)
+
+
+def _pieces(registered: _Registered, segments: Segments) -> Pieces:
+    starts, stops, regions = registered
+    views = []
+    for address, num_bytes in segments:
+        at = bisect_right(starts, address) - 1
+        if num_bytes < 1 or at < 0 or address + num_bytes > stops[at]:
+            raise StoreError(
+                f"segment of {num_bytes} bytes at {address:#x} does not lie inside one registered region"
+            )
+        offset = address - starts[at]
+        views.append(regions[at][offset : offset + num_bytes])
+    if not views:
+        raise StoreError("an object without segments; every object has at least one byte")
+    return Pieces(views)

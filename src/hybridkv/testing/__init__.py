@@ -1,0 +1,1 @@
+"""Executable forms of the contracts, for the tests of whoever implements one."""
