@@ -1,3 +1,3 @@
-"""hybridkv: KV cache outside the serving engine, for models whose layers do not all look at the whole prompt."""
+"""hybridkv: KV cache outside the serving engine, for models that mix kinds of attention."""
 
 __version__ = "0.1.0"

@@ -29,7 +29,10 @@ app = typer.Typer(
     help="KV cache outside the serving engine, for models that mix kinds of attention.",
 )
 
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is standard output.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is standard output."),
+]
 
 
 def _version(value: bool) -> None:  # noqa: FBT001 - typer hands the flag over by position
@@ -40,7 +43,7 @@ def _version(value: bool) -> None:  # noqa: FBT001 - typer hands the flag over b
 
 @app.callback()
 def _root(
-    version: Annotated[  # noqa: ARG001 - handled by its callback
+    version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
@@ -125,7 +128,11 @@ def replay(
     requests = read_trace(trace, limit=limit, skip_bad=skip_bad)
     run.report.skipped_lines, run.report.skip_reasons = requests.num_skipped, list(requests.skip_reasons)
     progress = track(
-        requests.requests, "replaying", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        requests.requests,
+        "replaying",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
     )
     report = run.run(progress)
     _show(report.render(), json_file)
@@ -151,9 +158,7 @@ def demo(
     with Console(stderr=True).status("replaying with real bytes ..."):
         rows.extend(run_demo(requests, store))
     _show(demo_table(rows), json_file)
-    _write_json(
-        json_file, [{"model": row.model, "cache": row.cache, **row.report.to_dict()} for row in rows]
-    )
+    _write_json(json_file, [{"model": row.model, "cache": row.cache, **row.report.to_dict()} for row in rows])
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Keys, block hashes, namespaces and manifests. Keys are for ever: any change of bytes is a new scheme version.
+"""Keys, block hashes, namespaces and manifests; any change of bytes under a key is a new scheme version.
 
 A key reads ``hkv1/<namespace fingerprint>/<spec group>/<rank>/<block hash>``. The fingerprint digests
 everything that must agree for bytes to be exchangeable; the block hash is chained, so it names the block
@@ -189,9 +189,7 @@ class KeyScheme:
             for group in layout.spec_groups
         ]
 
-    def keys(
-        self, spec_group: int, rank: int, objects: range | NDArray[np.int64], blob: bytes
-    ) -> list[str]:
+    def keys(self, spec_group: int, rank: int, objects: range | NDArray[np.int64], blob: bytes) -> list[str]:
         """Return the keys of some objects of a prompt.
 
         Args:

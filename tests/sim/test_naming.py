@@ -85,7 +85,7 @@ def trace_forests(draw):
     return requests
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(trace_forests(), st.sampled_from(TAILS), st.sampled_from(UNITS) | st.integers(1, 1_200))
 def test_units_have_equal_names_exactly_when_their_prefixes_are_equal(requests, tails, unit):
     namer = UnitNamer(tails, unit)
@@ -104,7 +104,7 @@ def test_units_have_equal_names_exactly_when_their_prefixes_are_equal(requests, 
                 assert prefix_of.setdefault(name, prefix) == prefix
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(trace_forests(), st.sampled_from(TAILS), st.sampled_from(UNITS))
 def test_shared_is_the_longest_common_prefix_with_an_earlier_prompt(requests, tails, unit):
     namer = UnitNamer(tails, unit)
@@ -116,7 +116,7 @@ def test_shared_is_the_longest_common_prefix_with_an_earlier_prompt(requests, ta
             event("continues a tail")
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(trace_forests(), st.sampled_from(TAILS), st.sampled_from(UNITS))
 def test_exactly_the_units_up_to_shared_have_known_names(requests, tails, unit):
     namer = UnitNamer(tails, unit)

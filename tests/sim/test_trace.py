@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.errors import ConfigError, TraceError
@@ -219,6 +219,7 @@ hostile_entries = st.fixed_dictionaries(
 hostile_lines = st.binary(max_size=60) | hostile_entries.map(lambda fields: json.dumps(fields).encode())
 
 
+@settings(deadline=None)
 @given(st.lists(hostile_lines, max_size=6), st.booleans())
 def test_hostile_input_is_read_or_refused_but_nothing_else(tmp_path_factory, lines, skip_bad):
     path = tmp_path_factory.getbasetemp() / "hostile.jsonl"

@@ -31,9 +31,10 @@ def check_retention(retention: object, layout: Layout) -> Retention:
         raise ConfigError(f"retention is {retention!r}; use 'all', 0 or a number of tokens")
     if retention % layout.alignment:
         below = retention // layout.alignment * layout.alignment
+        near = [str(length) for length in (below, below + layout.alignment) if length]
         raise ConfigError(
             f"retention {retention} is not a multiple of the alignment {layout.alignment} of layout "
-            f"{layout.name!r}; use {below or layout.alignment} or {below + layout.alignment}"
+            f"{layout.name!r}; use {' or '.join(near)}"
         )
     return retention
 

@@ -40,7 +40,7 @@ def longest_hit(layout: Layout, num_tokens: int, present: Sequence[NDArray[np.bo
 
 
 def full_run(layout: Layout, present: Sequence[NDArray[np.bool_]]) -> int:
-    """Return the leading tokens that every downward-closed group holds without a gap, 0 without such a group."""
+    """Return the leading tokens that every downward-closed group holds; 0 without such a group."""
     runs = [
         int(np.argmin(np.append(held, False))) * group.object_size
         for group, held in zip(layout.spec_groups, present, strict=True)

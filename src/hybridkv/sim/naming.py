@@ -96,12 +96,10 @@ class UnitNamer:
         self._tails = tails
         self._hash_unit = hash_unit
         self._seen: set[int] = set()
-        self._ends_after: defaultdict[int, dict[int, int]] = defaultdict(
-            dict
-        )  # last full id -> {end: latest tail id}
-        self._continues: dict[
-            int, tuple[int, int]
-        ] = {}  # id -> the tail id it continues, and where that ends
+        # last full id -> where tails after it end -> the latest such tail id
+        self._ends_after: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        # id -> the tail id that it continues, and where that ends
+        self._continues: dict[int, tuple[int, int]] = {}
         self._names, self._block_idx = _template(0, hash_unit)
 
     def name(self, request: TraceRequest) -> NamedPrompt:

@@ -56,7 +56,9 @@ class ReplaySettings:
         if self.prefill_tokens is not None and self.prefill_tokens < 1:
             raise ConfigError(f"prefill tokens is {self.prefill_tokens}; give an integer >= 1")
         if not 0 < self.payload_scale <= 1:
-            raise ConfigError(f"payload scale is {self.payload_scale}; give a fraction in (0, 1], such as 1/64")
+            raise ConfigError(
+                f"payload scale is {self.payload_scale}; give a fraction in (0, 1], such as 1/64"
+            )
 
 
 class Replay:
@@ -178,7 +180,9 @@ class Replay:
                 results = self._payloads.get(keys, self._object_bytes[group.index]) if keys else []
                 for key, result in zip(keys, results, strict=True):
                     if result is not GetResult.OK:
-                        raise CorruptPayloadError(f"object {key} was found and then answered {result.value!r}")
+                        raise CorruptPayloadError(
+                            f"object {key} was found and then answered {result.value!r}"
+                        )
                 counts = self.report.groups[group.index]
                 counts.loaded_objects += len(keys)
                 counts.loaded_bytes += len(keys) * self._object_bytes[group.index]
@@ -225,4 +229,3 @@ class Replay:
             counts = self.report.groups[spec_group_of(key)]
             counts.evicted_objects += 1
             counts.evicted_bytes += num_bytes
-

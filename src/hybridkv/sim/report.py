@@ -101,7 +101,9 @@ class ReplayReport:
             rate = tokens / self.prompt_tokens if self.prompt_tokens else 0.0
             return f"{tokens:,} ({rate:.1%})"
 
-        prefill = "whole prompts" if self.prefill_tokens is None else f"steps of {self.prefill_tokens:,} tokens"
+        prefill = (
+            "whole prompts" if self.prefill_tokens is None else f"steps of {self.prefill_tokens:,} tokens"
+        )
         moved = "every loaded object verified" if self.bytes_verified else "sizes only"
         summary = [
             ("model", f"{self.model}, TP {self.tp}"),

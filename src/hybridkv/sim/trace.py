@@ -96,8 +96,9 @@ def read_trace(path: Path | str, *, limit: int | None = None, skip_bad: bool = F
                 reason = f"{path}:{line}: {error}"
                 if not skip_bad:
                     raise TraceError(reason) from None
+                if num_skipped < MAX_SKIP_REASONS:
+                    reasons.append(reason)
                 num_skipped += 1
-                reasons += [reason] if num_skipped <= MAX_SKIP_REASONS else []
                 continue
             requests.append(request)
             if len(requests) == limit:
@@ -112,9 +113,8 @@ class _Forest:
     """The ids of the requests so far: what each follows and how many tokens it covers."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            int, tuple[int, int, int]
-        ] = {}  # id -> parent, tokens covered, line of its first use
+        # id -> its parent, the tokens it covers, the line of its first use
+        self._known: dict[int, tuple[int, int, int]] = {}
 
     def add(self, request: TraceRequest) -> None:
         """Take the ids of one request, or raise TraceError and take none of them.

@@ -69,7 +69,7 @@ class SpecGroup:
 
     Attributes:
         index: position in ``Layout.spec_groups``, part of every key.
-        name: names of the cache groups, joined.
+        name: of the first member, and how many more there are.
         spec: shared by all members.
         lookahead: tokens, shared by all members.
         blocks_per_object: k, shared by all members.

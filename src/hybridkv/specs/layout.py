@@ -79,7 +79,7 @@ class Layout:
             )
         return SpecGroup(
             index=index,
-            name="+".join(group.name for group in groups),
+            name=first.name if len(groups) == 1 else f"{first.name} and {len(groups) - 1} more",
             spec=first.spec,
             lookahead=first.lookahead,
             blocks_per_object=first.blocks_per_object,
@@ -124,8 +124,8 @@ def _packed(groups: Iterable[CacheGroup], tokens: int) -> Iterable[CacheGroup]:
             yield group
         elif tokens < 1 or tokens % block_size:
             raise SpecError(
-                f"group {group.name!r}: objects of {tokens} tokens are no multiple of block_size {block_size}; "
-                f"use a multiple"
+                f"group {group.name!r}: objects of {tokens} tokens are no multiple of block_size "
+                f"{block_size}; use a multiple"
             )
         else:
             yield replace(group, blocks_per_object=tokens // block_size)

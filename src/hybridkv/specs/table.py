@@ -1,12 +1,12 @@
 """The kinds of attention that hybridkv knows, by name: a new kind is one row here."""
 
 from hybridkv.errors import SpecError
-from hybridkv.suggest import nearest
 from hybridkv.specs.base import CacheSpec
 from hybridkv.specs.chunked_local import ChunkedLocal
 from hybridkv.specs.full import MLA, Full
 from hybridkv.specs.recurrent import Recurrent
 from hybridkv.specs.sliding_window import SlidingWindow
+from hybridkv.suggest import nearest
 
 KINDS: dict[str, type[CacheSpec]] = {
     spec.kind: spec for spec in (Full, MLA, SlidingWindow, ChunkedLocal, Recurrent)

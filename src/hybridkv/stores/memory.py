@@ -98,7 +98,8 @@ class MemoryStore:
             is_stored = [result is _STORED for result in results]
             payloads = [piece.gather() for piece in compress(pieces, is_stored)]
             # Nothing has changed so far; from here on nothing can fail.
-            evicted = self._evict(victims)
+            evicted = [] if self._on_evict is None else [(key, self._sizes[key]) for key in victims]
+            self._evict(victims)
             self._sizes.update(added)
             self._payloads.update(zip(added, payloads, strict=False))
             self._eviction.stored(list(added), None if hints is None else list(compress(hints, is_stored)))
@@ -203,13 +204,11 @@ class MemoryStore:
             results.append(_STORED)
         return results, added, victims
 
-    def _evict(self, victims: Sequence[str]) -> builtins.list[tuple[str, int]]:
-        evicted = [(key, self._sizes[key]) for key in victims]
+    def _evict(self, keys: Sequence[str]) -> None:
         before = self._used_bytes
-        self._remove(victims)
-        self._evicted_objects += len(evicted)
+        self._remove(keys)
+        self._evicted_objects += len(keys)
         self._evicted_bytes += before - self._used_bytes
-        return evicted
 
     def _remove(self, keys: Sequence[str]) -> None:
         self._used_bytes -= sum(map(self._sizes.pop, keys))

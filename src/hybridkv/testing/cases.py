@@ -134,7 +134,9 @@ def _presence_checks(planned: _Planned, presence: Case) -> Iterator[Check]:
     present = []
     for group in layout.spec_groups:
         members = [presence["present"][i] for i in group.cache_groups]
-        present.append(np.array([all(c == "1" for c in bits) for bits in zip(*members, strict=True)], np.bool_))
+        present.append(
+            np.array([all(c == "1" for c in bits) for bits in zip(*members, strict=True)], np.bool_)
+        )
     hit = longest_hit(layout, planned.num_tokens, present)
     yield f"hit of {presence['present']}", presence["hit"], hit
     if "load" in presence:
