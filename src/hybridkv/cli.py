@@ -215,3 +215,7 @@ def _fail(error: Exception, code: int) -> None:
     line = " ".join(str(error).split())
     sys.stderr.write(f"hybridkv: {line}\n")
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_SIZE = re.compile(r"(?P<number>[0-9]{1,19}(?:\.[0-9]{1,19})?) ?(?P<unit>[A-Za-z]*)")
+_SIZE = re.compile(r"(?P<number>[0-9]{1,19}(?:\.[0-9]{1,19})?)(?: ?(?P<unit>[A-Za-z]+))?")
 
 
 def parse_bytes(text: str) -> int:

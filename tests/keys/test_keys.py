@@ -31,7 +31,9 @@ def scheme(layout=LAYOUT, digest_bytes=2):
 @pytest.mark.parametrize("vector", GOLDEN["fingerprints"], ids=lambda v: v["model"])
 def test_fingerprints_never_change(vector):
     layout = find_layout(vector["model"]).with_tp(vector["tp"])
-    namespace = Namespace(**{**vector["namespace"], "state_dtypes": tuple(vector["namespace"]["state_dtypes"])})
+    namespace = Namespace(
+        **{**vector["namespace"], "state_dtypes": tuple(vector["namespace"]["state_dtypes"])}
+    )
     assert Manifest.of(namespace, layout).fingerprint == vector["fingerprint"]
 
 
@@ -46,7 +48,9 @@ def test_keys_never_change(vector):
     layout = find_layout(vector["model"]).with_tp(vector["tp"])
     made = KeyScheme(manifest(layout=layout), layout, digest_bytes=vector["digest_bytes"])
     blob = bytes.fromhex(vector["blob"])
-    assert made.keys(vector["spec_group"], vector["rank"], np.array(vector["objects"]), blob) == vector["keys"]
+    assert (
+        made.keys(vector["spec_group"], vector["rank"], np.array(vector["objects"]), blob) == vector["keys"]
+    )
 
 
 def test_a_key_holds_the_last_hash_inside_its_object():
@@ -54,7 +58,9 @@ def test_a_key_holds_the_last_hash_inside_its_object():
     fingerprint = manifest().fingerprint
     assert scheme().keys(0, 0, range(1), blob) == [f"hkv1/{fingerprint}/0/0/7e7f"]
     assert scheme().keys(3, 0, range(1, 3), blob) == [f"hkv1/{fingerprint}/3/0/{h}" for h in ("0203", "0405")]
-    assert scheme().keys(4, 0, np.array([0, 2]), blob) == [f"hkv1/{fingerprint}/4/0/{h}" for h in ("0203", "0a0b")]
+    assert scheme().keys(4, 0, np.array([0, 2]), blob) == [
+        f"hkv1/{fingerprint}/4/0/{h}" for h in ("0203", "0a0b")
+    ]
     assert scheme().keys(1, 0, range(2, 2), blob) == []
 
 
@@ -166,7 +172,9 @@ def test_hashes_are_equal_exactly_as_far_as_the_prompts_are(shared, one, two):
     hasher = BlockHasher(hash_unit=4)
     a, b = shared + one, shared + two
     equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    hashes = [[h[i : i + 32] for i in range(0, len(h), 32)] for h in (hasher.hash_tokens(a), hasher.hash_tokens(b))]
+    hashes = [
+        [h[i : i + 32] for i in range(0, len(h), 32)] for h in (hasher.hash_tokens(a), hasher.hash_tokens(b))
+    ]
     assert [len(h) for h in hashes] == [len(a) // 4, len(b) // 4]
     for i, pair in enumerate(zip(*hashes, strict=False)):
         assert (pair[0] == pair[1]) == ((i + 1) * 4 <= equal)
@@ -179,7 +187,9 @@ def test_a_hash_is_sha256_over_its_parent_and_the_tokens():
 
 
 def test_a_lora_named_like_a_salt_shares_nothing_with_it():
-    roots = {BlockHasher(hash_unit=4, salt=s, lora=x).root for s, x in [("", ""), ("a", ""), ("", "a"), ("a", "a")]}
+    roots = {
+        BlockHasher(hash_unit=4, salt=s, lora=x).root for s, x in [("", ""), ("a", ""), ("", "a"), ("a", "a")]
+    }
     assert len(roots) == 4
 
 

@@ -16,7 +16,9 @@ def reads(group, query):
             seen = [query - i for i in range(group["window"] + group["extra"])]
             return {position for position in seen if 0 <= position < query}
         case "chunk":
-            return {position for position in range(query) if position // group["chunk"] == query // group["chunk"]}
+            return {
+                position for position in range(query) if position // group["chunk"] == query // group["chunk"]
+            }
         case "state":
             return {query - 1} if query else set()
     raise AssertionError(group)

@@ -34,16 +34,16 @@ def _group(draw, idx):
         case "state":
             spec = Recurrent(block_size=block_size)
             plain |= {"kind": "state"}
-    group = CacheGroup(name=str(idx), spec=spec, lookahead=lookahead, blocks_per_object=k, shards=4, layer_block_bytes=4)
+    group = CacheGroup(
+        name=str(idx), spec=spec, lookahead=lookahead, blocks_per_object=k, shards=4, layer_block_bytes=4
+    )
     return group, plain
 
 
 @st.composite
 def layouts(draw):
     """(Layout, the oracle's groups in the order of its spec groups)."""
-    pairs = draw(
-        st.integers(1, 4).flatmap(lambda n: st.tuples(*(_group(i) for i in range(n)))).map(list)
-    )
+    pairs = draw(st.integers(1, 4).flatmap(lambda n: st.tuples(*(_group(i) for i in range(n)))).map(list))
     unique, plain = {}, []
     for group, facts in pairs:
         key = (group.spec, group.lookahead)

@@ -10,7 +10,7 @@ import pytest
 from hybridkv.testing import cases
 
 HERE = Path(__file__).parent
-PUBLIC = HERE.parents[2].parent / "shared" / "cases" / "reach.json"
+PUBLIC = HERE.parents[1].parent / "shared" / "cases" / "reach.json"
 
 
 def test_the_shipped_cases_hold(capsys):
@@ -59,5 +59,7 @@ def test_a_file_without_cases_fails(text, tmp_path, capsys):
 
 def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "hybridkv.testing.cases"]
-    assert subprocess.run([*command, str(HERE / "cases.json")], check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run([*command, str(HERE / "cases.json")], check=False, capture_output=True).returncode == 0
+    )
     assert subprocess.run(command, check=False, capture_output=True).returncode == 2

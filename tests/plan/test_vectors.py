@@ -5,7 +5,7 @@ import pytest
 
 from hybridkv.plan.boundaries import kept_boundaries
 from hybridkv.plan.load import plan_load
-from hybridkv.plan.lookup import longest_hit
+from hybridkv.plan.presence import longest_hit
 from hybridkv.plan.save import plan_save
 from hybridkv.specs.full import MLA, Full
 from hybridkv.specs.group import CacheGroup

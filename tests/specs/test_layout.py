@@ -45,7 +45,10 @@ def test_the_alignment_is_the_least_common_multiple_of_the_object_sizes():
 
 
 def test_the_margin_is_the_lookahead_in_whole_objects():
-    groups = (full(block_size=16, lookahead=16), CacheGroup(name="s", spec=Recurrent(block_size=16), lookahead=16))
+    groups = (
+        full(block_size=16, lookahead=16),
+        CacheGroup(name="s", spec=Recurrent(block_size=16), lookahead=16),
+    )
     layout = Layout(name="m", groups=groups)
     assert layout.margin == 16
     assert layout.with_object_tokens(64).margin == 64
@@ -119,7 +122,9 @@ def test_built_in_layouts_load_and_name_their_source(name):
 
 
 def test_the_catalogue_has_the_groups_that_engines_show():
-    shapes = {name: (len(find_layout(name).groups), len(find_layout(name).spec_groups)) for name in catalogue()}
+    shapes = {
+        name: (len(find_layout(name).groups), len(find_layout(name).spec_groups)) for name in catalogue()
+    }
     assert shapes == {
         "deepseek-v3": (1, 1),
         "deepseek-v4": (5, 5),

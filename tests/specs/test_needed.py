@@ -26,7 +26,10 @@ def test_mla_reads_everything():
 
 def test_a_sliding_window_reads_itself_and_what_precedes_it_in_the_window():
     specs = st.builds(
-        lambda b, w, x: SlidingWindow(block_size=b, window=w, extra=x), SIZES, st.integers(1, 40), st.integers(0, 9)
+        lambda b, w, x: SlidingWindow(block_size=b, window=w, extra=x),
+        SIZES,
+        st.integers(1, 40),
+        st.integers(0, 9),
     )
     check_spec(specs, lambda spec, query, key: 0 <= query - key < spec.window + spec.extra)
 
@@ -37,7 +40,9 @@ def test_a_chunk_reads_only_itself():
 
 
 def test_a_recurrent_layer_reads_the_last_state():
-    check_spec(SIZES.map(lambda b: Recurrent(block_size=b)), lambda _spec, query, key: key in (query, query - 1))
+    check_spec(
+        SIZES.map(lambda b: Recurrent(block_size=b)), lambda _spec, query, key: key in (query, query - 1)
+    )
 
 
 def test_check_spec_catches_a_window_that_is_one_too_short():
@@ -52,9 +57,7 @@ def test_check_spec_catches_a_kind_that_wrongly_claims_to_be_downward_closed():
         downward_closed = True
 
     with pytest.raises(AssertionError, match="downward closed"):
-        check_spec(
-            st.just(Wrong(block_size=4, window=7)), lambda _spec, query, key: 0 <= query - key < 7
-        )
+        check_spec(st.just(Wrong(block_size=4, window=7)), lambda _spec, query, key: 0 <= query - key < 7)
 
 
 @given(st.sampled_from(sorted(KINDS)), st.lists(st.integers(1, 10_000), min_size=1), st.integers(0, 64))

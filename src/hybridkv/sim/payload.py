@@ -58,7 +58,7 @@ class PatternBytes:
     def __init__(self, store: Store, largest_object_bytes: int) -> None:
         self._store = store
         self._staging = np.zeros(max(STAGING_BYTES, _padded(largest_object_bytes)), dtype=np.uint8)
-        self._region = store.register(self._staging)
+        self._region = store.register(self._staging.data)
         words = np.arange(_padded(largest_object_bytes) // 8, dtype=np.uint64)
         self._positions = words * _STEP
 

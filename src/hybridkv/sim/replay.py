@@ -12,12 +12,11 @@ from math import ceil, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError, CorruptPayloadError
+from hybridkv.errors import ConfigError, CorruptPayloadError, StoreUnavailableError
 from hybridkv.keys import KeyScheme, Manifest, Namespace, spec_group_of
 from hybridkv.plan.boundaries import Retention, check_retention, resend_boundary
-from hybridkv.plan.load import plan_load
-from hybridkv.plan.lookup import full_run, longest_hit, lookup_masks
 from hybridkv.plan.save import GroupSave, plan_save
+from hybridkv.service.lookup import Ending, LookupDriver
 from hybridkv.sim.naming import NAME_BYTES, NamedPrompt, Tails, UnitNamer
 from hybridkv.sim.payload import PatternBytes, Payloads, SizesOnly
 from hybridkv.sim.report import GroupReport, ReplayReport
@@ -26,6 +25,8 @@ from hybridkv.specs.layout import Layout
 from hybridkv.stores.base import GetResult, PutResult, Store
 from hybridkv.stores.memory import MemoryStore, open_memory
 from hybridkv.stores.registry import open_store, parse_store_uri
+
+_MAX_KEYS = 1 << 20  # one call a batch: the simulated round trips are those of the planner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class Replay:
         manifest = Manifest.of(Namespace(model_version=f"trace/{layout.name}"), layout)
         self._scheme = KeyScheme(manifest, layout, digest_bytes=NAME_BYTES)
         self._store, self._payloads = self._open(settings.store_uri)
+        self._driver = LookupDriver(self._store, self._scheme, layout, max_keys=_MAX_KEYS)
         self.report = self._empty_report()
 
     def _open(self, text: str) -> tuple[Store, Payloads]:
@@ -132,14 +134,18 @@ class Replay:
             for request in requests:
                 self._serve(request)
         finally:
+            self._driver.close()
             self._store.close()
         return self.report
 
     def _serve(self, request: TraceRequest) -> None:
         prompt, num_tokens, report = self._namer.name(request), request.input_length, self.report
-        hit, run = self._lookup(prompt, num_tokens)
-        self._load(prompt, hit)
-        junction = run if run > hit else 0
+        outcome = self._driver.lookup(num_tokens, prompt.blob)
+        found, hit = outcome.result, outcome.result.hit
+        if outcome.ending is not Ending.EXACT:
+            raise StoreUnavailableError("the store failed during a lookup")
+        self._load(prompt, found.loads)
+        junction = found.full_run if found.full_run > hit else 0
         for start, stop in self._steps(hit, num_tokens):
             plans = plan_save(
                 self._layout,
@@ -151,30 +157,17 @@ class Replay:
             )
             self._save(prompt, plans, stop)
         report.requests += 1
+        report.keys_asked += sum(found.keys_asked)
+        report.keys_useful += sum(found.keys_useful)
+        report.round_trips += outcome.calls
         report.prompt_tokens += num_tokens
         report.hit_tokens += hit
         report.full_attention_hit_tokens += self._full_attention_hit(prompt, num_tokens)
         aligned = min(prompt.shared - self._layout.margin, num_tokens - 1) // self._layout.alignment
         report.unbounded_hit_tokens += max(0, aligned) * self._layout.alignment
 
-    def _lookup(self, prompt: NamedPrompt, num_tokens: int) -> tuple[int, int]:
-        """Return the hit and the run of the full-attention groups, both in tokens."""
-        present = []
-        for group, mask in zip(self._layout.spec_groups, lookup_masks(self._layout, num_tokens), strict=True):
-            held = np.zeros(num_tokens // group.object_size, dtype=np.bool_)
-            asked = np.arange(len(held)) if mask is None else np.flatnonzero(mask)
-            ranks = [
-                self._store.contains(self._scheme.keys(group.index, rank, asked, prompt.blob))
-                for rank in range(group.num_ranks)
-            ]
-            held[asked] = np.array(ranks, dtype=np.bool_).all(axis=0)
-            present.append(held)
-            self.report.keys_asked += len(asked) * group.num_ranks
-        self.report.round_trips += bool(resend_boundary(self._layout, num_tokens))
-        return longest_hit(self._layout, num_tokens, present), full_run(self._layout, present)
-
-    def _load(self, prompt: NamedPrompt, hit: int) -> None:
-        for group, objects in zip(self._layout.spec_groups, plan_load(self._layout, hit), strict=True):
+    def _load(self, prompt: NamedPrompt, loads: Sequence[range]) -> None:
+        for group, objects in zip(self._layout.spec_groups, loads, strict=True):
             for rank in range(group.num_ranks):
                 keys = self._scheme.keys(group.index, rank, objects, prompt.blob)
                 results = self._payloads.get(keys, self._object_bytes[group.index]) if keys else []

@@ -54,6 +54,7 @@ class ReplayReport:
     full_attention_hit_tokens: int = 0
     unbounded_hit_tokens: int = 0
     keys_asked: int = 0
+    keys_useful: int = 0
     round_trips: int = 0
     skip_reasons: list[str] = field(default_factory=list)
 
@@ -96,6 +97,13 @@ class ReplayReport:
             )
         return Group(rows, "", groups)
 
+    def _asked(self) -> str:
+        each = self.keys_asked / self.requests if self.requests else 0.0
+        return (
+            f"{self.keys_asked:,} in {self.round_trips:,} round trips: {each:,.1f} a request, "
+            f"{self.keys_useful:,} of them for objects that were then loaded"
+        )
+
     def _summary(self) -> list[tuple[str, str]]:
         def share(tokens: int) -> str:
             rate = tokens / self.prompt_tokens if self.prompt_tokens else 0.0
@@ -115,7 +123,7 @@ class ReplayReport:
             ("hit tokens", share(self.hit_tokens)),
             ("  full attention alone, unbounded", share(self.full_attention_hit_tokens)),
             ("  retention all, unbounded", share(self.unbounded_hit_tokens)),
-            ("keys asked", f"{self.keys_asked:,} in {self.round_trips:,} round trips"),
+            ("keys asked", self._asked()),
         ]
         if self.skipped_lines:
             summary.append(("skipped lines", f"{self.skipped_lines:,}, first: {self.skip_reasons[0]}"))

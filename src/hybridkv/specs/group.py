@@ -92,6 +92,12 @@ class SpecGroup:
         """Tokens of one object; for the planner this is the group's block size."""
         return self.spec.block_size * self.blocks_per_object
 
+    @cached_property
+    def margin(self) -> int:
+        """Tokens past a boundary that must be complete for it: the lookahead in whole objects."""
+        ahead = self.needed_objects(self.object_size, self.lookahead).stop * self.object_size
+        return max(0, ahead - self.object_size)
+
     def needed_objects(self, prefix: int, lookahead: int) -> range:
         """Return the objects that cover ``spec.needed(prefix, lookahead)``, as a half-open range."""
         need = self.spec.needed(prefix, lookahead)

@@ -95,12 +95,8 @@ class Layout:
 
     @cached_property
     def margin(self) -> int:
-        """Tokens past a boundary that must be complete for it: the lookahead in whole objects."""
-        at = self.alignment
-        return max(
-            max(group.needed_objects(at, group.lookahead).stop * group.object_size - at, 0)
-            for group in self.spec_groups
-        )
+        """Tokens past a boundary that must be complete for it in every group."""
+        return max(group.margin for group in self.spec_groups)
 
     def with_object_tokens(self, tokens: int) -> "Layout":
         """Return this layout with objects of ``tokens`` tokens in every full-attention and MLA group.

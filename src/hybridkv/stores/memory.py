@@ -97,7 +97,7 @@ class MemoryStore:
             results, added, victims = self._admit(keys, sizes)
             is_stored = [result is _STORED for result in results]
             payloads = [piece.gather() for piece in compress(pieces, is_stored)]
-            # Nothing has changed so far; from here on nothing can fail.
+            # Nothing has changed so far, and what follows fails only if the policy does.
             evicted = [] if self._on_evict is None else [(key, self._sizes[key]) for key in victims]
             self._evict(victims)
             self._sizes.update(added)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from hybridkv.plan.boundaries import check_retention, kept_boundaries
 from hybridkv.plan.load import plan_load
-from hybridkv.plan.lookup import longest_hit, lookup_masks
 from hybridkv.plan.masks import Mask
+from hybridkv.plan.presence import longest_hit, lookup_masks
 from hybridkv.plan.save import plan_save
 from hybridkv.specs.base import CacheSpec
 from hybridkv.specs.chunked_local import ChunkedLocal

@@ -26,5 +26,5 @@ class StoreTests(ContentTests, RefusalTests, RoomTests):
     """All examples of the store contract; subclass it and override ``make_store``.
 
     Also to be set, where a store needs it: ``object_bytes``, ``capacity_objects`` and ``is_lru``, which
-    ``StoreBench`` describes.
+    ``StoreExamples`` describes.
     """

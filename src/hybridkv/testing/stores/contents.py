@@ -4,10 +4,10 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 from hybridkv.stores.base import MAX_KEY_CHARS, GetResult, PutHint, PutResult, Store
-from hybridkv.testing.stores.workbench import FILL, StoreBench, Workbench, payload
+from hybridkv.testing.stores.workbench import FILL, StoreExamples, Workbench, payload
 
 
-class ContentTests(StoreBench):
+class ContentTests(StoreExamples):
     """Objects go in, come back as they were, and stay what they are."""
 
     def test_an_object_comes_back_as_it_was_put(self) -> None:

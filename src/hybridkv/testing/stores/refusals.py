@@ -15,10 +15,10 @@ from hybridkv.stores.base import (
     Segments,
     Store,
 )
-from hybridkv.testing.stores.workbench import FILL, StoreBench, Workbench, payload
+from hybridkv.testing.stores.workbench import FILL, StoreExamples, Workbench, payload
 
 
-class RefusalTests(StoreBench):
+class RefusalTests(StoreExamples):
     """Bad keys, lists, segments and buffers, and a closed store, are errors before a byte moves."""
 
     def test_an_illegal_key_refuses_the_whole_call(self) -> None:
@@ -76,7 +76,7 @@ class RefusalTests(StoreBench):
         half = self.object_bytes
         memory = np.frombuffer(bytearray(payload(0, 2 * half)), dtype=np.uint8)
         with self.workbench() as bench:
-            left, right = bench.store.register(memory[:half]), bench.store.register(memory[half:])
+            left, right = bench.store.register(memory[:half].data), bench.store.register(memory[half:].data)
             pieces = [(right.address, half), (left.address, half)]
             assert bench.store.put(["a"], [pieces]) == [PutResult.STORED]
             swapped = memory[half:].tobytes() + memory[:half].tobytes()
@@ -95,17 +95,12 @@ class RefusalTests(StoreBench):
         assert bench.read(good) == bytes([FILL]) * self.object_bytes
 
     def test_an_unusable_buffer_is_not_registered(self) -> None:
-        """Read-only, not contiguous, empty, no buffer at all, overlapping."""
+        """Read-only, not contiguous, empty, overlapping."""
         with self.workbench() as bench:
-            strided = np.zeros(16, dtype=np.uint8)[::2]
-            for buffer in [
-                bytes(8),
-                strided,
-                bytearray(),
-                bench.memory,
-                bench.memory[1:2],
-                bench.memory[-1:],
-            ]:
+            strided, taken = np.zeros(16, dtype=np.uint8)[::2].data, bench.memory.data
+            unusable: list[bytes | bytearray | memoryview]
+            unusable = [bytes(8), strided, bytearray(), taken, taken[1:2], taken[-1:]]
+            for buffer in unusable:
                 with pytest.raises(StoreError):
                     bench.store.register(buffer)
             assert bench.put("a", payload(0, self.object_bytes)) is PutResult.STORED

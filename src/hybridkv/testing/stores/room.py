@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 
 from hybridkv.stores.base import GetResult, ListsObjects, PutResult, ReportsStats
-from hybridkv.testing.stores.workbench import StoreBench, Workbench, payload
+from hybridkv.testing.stores.workbench import StoreExamples, Workbench, payload
 
 
-class RoomTests(StoreBench):
+class RoomTests(StoreExamples):
     """The capacity holds, the least recently used objects go first, and the counts are right."""
 
     def test_the_capacity_is_never_exceeded(self) -> None:

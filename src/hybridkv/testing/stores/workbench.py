@@ -93,7 +93,7 @@ def payload(seed: int | str, num_bytes: int) -> bytes:
     return random.Random(seed).randbytes(num_bytes)  # noqa: S311 - reproducible, not secret
 
 
-class StoreBench:
+class StoreExamples:
     """What the examples of a store need: the store under test and its sizes.
 
     Attributes:
@@ -117,7 +117,7 @@ class StoreBench:
         capacity_bytes = self._room() * self.object_bytes if bounded else None
         store = self.make_store(capacity_bytes)
         try:
-            yield Workbench(store, 64 * self.object_bytes)
+            yield Workbench(store, (64 + 2 * (self.capacity_objects or 0)) * self.object_bytes)
         finally:
             store.close()
 

@@ -1,0 +1,1 @@
+"""The engine-independent services that an adapter calls."""
