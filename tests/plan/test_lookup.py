@@ -307,7 +307,8 @@ def test_what_was_found_absent_earlier_still_counts_after_a_descent():
 def test_asks_split_into_pieces():
     ask = Ask(spec_group=1, rank=2, objects=np.arange(10))
     pieces = ask.split(4)
-    assert [piece.objects.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [piece.objects.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    assert [len(piece.objects) for piece in ask.split(10)] == [10, 0]
     assert {(piece.spec_group, piece.rank) for piece in pieces} == {(1, 2)}
 
 

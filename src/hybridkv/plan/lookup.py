@@ -19,7 +19,7 @@ answers back with ``learn``; ``result`` tells the hit. What makes few keys enoug
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,19 +48,16 @@ class Ask:
     Attributes:
         spec_group: index of the spec group.
         rank: rank namespace.
-        objects: int64, ascending, not empty.
+        objects: int64, ascending.
     """
 
     spec_group: int
     rank: int
     objects: NDArray[np.int64]
 
-    def split(self, most: int) -> list["Ask"]:
-        """Return the same objects in pieces of at most ``most``."""
-        return [
-            Ask(spec_group=self.spec_group, rank=self.rank, objects=self.objects[i : i + most])
-            for i in range(0, len(self.objects), most)
-        ]
+    def split(self, count: int) -> tuple["Ask", "Ask"]:
+        """Return the same ask in two: its first ``count`` objects, and the rest, maybe none."""
+        return replace(self, objects=self.objects[:count]), replace(self, objects=self.objects[count:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

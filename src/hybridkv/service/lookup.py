@@ -92,11 +92,11 @@ class LookupDriver:
         calls, ending = 0, Ending.EXACT
         try:
             for asks in search.steps():
-                pieces = [piece for ask in asks for piece in ask.split(self._max_keys)]
-                calls += len(pieces)
-                if len(pieces) == 1 and deadline_s is None:
-                    search.learn(pieces[0], self._call(pieces[0], blob))
-                elif not self._send(pieces, blob, search, deadline_s):
+                batches = _batches(asks, self._max_keys)
+                calls += len(batches)
+                if len(batches) == 1 and deadline_s is None:
+                    _learn(search, batches[0], self._call(batches[0], blob))
+                elif not self._send(batches, blob, search, deadline_s):
                     ending = Ending.DEADLINE
                     break
         except StoreError as error:
@@ -108,25 +108,53 @@ class LookupDriver:
         """End the threads; a call that hangs in the store is left behind. A second call does nothing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _call(self, piece: Ask, blob: bytes) -> list[bool]:
-        return self._store.contains(self._scheme.keys(piece.spec_group, piece.rank, piece.objects, blob))
+    def _call(self, batch: list[Ask], blob: bytes) -> list[bool]:
+        keys: list[str] = []
+        for ask in batch:
+            keys += self._scheme.keys(ask.spec_group, ask.rank, ask.objects, blob)
+        return self._store.contains(keys)
 
-    def _send(self, pieces: list[Ask], blob: bytes, search: Lookup, deadline_s: float | None) -> bool:
-        """Send pieces and learn their answers as they come; return whether that was done in time."""
-        waiting, flying = iter(pieces), dict[Future[list[bool]], Ask]()
+    def _send(self, batches: list[list[Ask]], blob: bytes, search: Lookup, deadline_s: float | None) -> bool:
+        """Send batches and learn their answers as they come; return whether that was done in time."""
+        waiting, flying = iter(batches), dict[Future[list[bool]], list[Ask]]()
         try:
             while True:
                 left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
                 late = left_s is not None and left_s <= 0
-                for piece in () if late else islice(waiting, MAX_CALLS - len(flying)):
-                    flying[self._threads.submit(self._call, piece, blob)] = piece
+                for batch in () if late else islice(waiting, MAX_CALLS - len(flying)):
+                    flying[self._threads.submit(self._call, batch, blob)] = batch
                 if not flying:
                     return next(waiting, None) is None
                 done, _ = wait(flying, timeout=left_s, return_when=FIRST_COMPLETED)
                 if not done:
                     return False
                 for future in done:
-                    search.learn(flying.pop(future), future.result())
+                    _learn(search, flying.pop(future), future.result())
         finally:
             for future in flying:
                 future.cancel()
+
+
+def _batches(asks: list[Ask], most: int) -> list[list[Ask]]:
+    """Return the asks of a step as store calls of equal size, each of at most ``most`` keys."""
+    total = sum(len(ask.objects) for ask in asks)
+    size = -(-total // -(-total // most))
+    batches: list[list[Ask]] = []
+    room = 0
+    for ask in asks:
+        rest = ask
+        while len(rest.objects):
+            if room == 0:
+                batches.append([])
+                room = size
+            piece, rest = rest.split(room)
+            batches[-1].append(piece)
+            room -= len(piece.objects)
+    return batches
+
+
+def _learn(search: Lookup, batch: list[Ask], answers: list[bool]) -> None:
+    start = 0
+    for ask in batch:
+        search.learn(ask, answers[start : start + len(ask.objects)])
+        start += len(ask.objects)

@@ -1,0 +1,180 @@
+"""The driver: batches, calls in flight, deadlines, failing stores; time is a parameter."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from hybridkv.clock import ManualClock
+from hybridkv.errors import StoreUnavailableError
+from hybridkv.keys import BlockHasher, KeyScheme, Manifest, Namespace
+from hybridkv.service import lookup as driver_module
+from hybridkv.service.lookup import Ending, LookupDriver
+from hybridkv.specs.layout_file import find_layout
+from hybridkv.stores.memory import MemoryStore
+from hybridkv.stores.wrappers import FaultyStore, LatencyStore
+
+LAYOUT = find_layout("gpt-oss-120b").with_tp(2)
+SCHEME = KeyScheme(Manifest.of(Namespace(model_version="m"), LAYOUT), LAYOUT, digest_bytes=32)
+NUM_TOKENS = 8_005
+BLOB = BlockHasher(hash_unit=16).hash_tokens(range(NUM_TOKENS))
+
+
+class Watched:
+    """A store around a store that notes the keys of each call and how many calls fly at once."""
+
+    def __init__(self, inner):
+        self.inner, self.calls, self.flying, self.most = inner, [], 0, 0
+        self.lock = threading.Lock()
+
+    def contains(self, keys):
+        with self.lock:
+            self.calls.append(len(keys))
+            self.flying += 1
+            self.most = max(self.most, self.flying)
+        try:
+            return self.inner.contains(keys)
+        finally:
+            with self.lock:
+                self.flying -= 1
+
+
+def stored(num_tokens=NUM_TOKENS):
+    store = MemoryStore(keep_payloads=False)
+    for group in LAYOUT.spec_groups:
+        for rank in range(group.num_ranks):
+            keys = SCHEME.keys(group.index, rank, range(num_tokens // group.object_size), BLOB)
+            store.put(keys, [((0, 1),)] * len(keys))
+    return store
+
+
+@pytest.fixture
+def drive():
+    """Makes drivers and closes them."""
+    drivers = []
+
+    def make(store, **settings):
+        drivers.append(LookupDriver(store, SCHEME, LAYOUT, **settings))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.close()
+        driver.close()
+
+
+def test_a_step_is_one_call_whatever_groups_it_asks(drive):
+    store = Watched(stored())
+    outcome = drive(store).lookup(NUM_TOKENS, BLOB)
+    assert (outcome.result.hit, outcome.ending) == (8_000, Ending.EXACT)
+    assert outcome.calls == outcome.result.steps == len(store.calls)
+    assert sum(store.calls) == sum(outcome.result.keys_asked)
+
+
+@pytest.mark.parametrize("max_keys", [1, 7, 100])
+def test_calls_are_cut_to_equal_size_and_two_fly_at_once(drive, max_keys):
+    store = Watched(stored())
+    outcome = drive(store, max_keys=max_keys).lookup(NUM_TOKENS, BLOB)
+    assert outcome.result.hit == 8_000
+    assert max(store.calls) <= max_keys
+    assert store.most <= driver_module.MAX_CALLS
+    assert outcome.calls == len(store.calls) >= sum(outcome.result.keys_asked) / max_keys
+
+
+def test_the_device_prefix_is_handed_on(drive):
+    store = Watched(stored())
+    outcome = drive(store).lookup(NUM_TOKENS, BLOB, device_prefix=7_936)
+    assert outcome.result.hit == 8_000
+    assert sum(store.calls) == 2 * (4 + 4)
+    assert drive(store).lookup(NUM_TOKENS, BLOB, device_prefix=8_000).calls == 0
+
+
+def test_at_the_deadline_the_best_proven_boundary_is_the_hit():
+    clock = ManualClock()
+    layout = find_layout("llama-3.1-8b")
+    scheme = KeyScheme(Manifest.of(Namespace(model_version="m"), layout), layout, digest_bytes=32)
+    inner = MemoryStore(keep_payloads=False)
+    keys = scheme.keys(0, 0, range(500), BLOB)
+    inner.put(keys, [((0, 1),)] * len(keys))
+    store = LatencyStore(inner, per_call_s=1.0, clock=clock)
+    driver = LookupDriver(store, scheme, layout, max_keys=50, clock=clock)
+    outcome = driver.lookup(NUM_TOKENS, BLOB, timeout_s=6.5)
+    driver.close()
+    assert outcome.ending is Ending.DEADLINE
+    assert not outcome.result.exact
+    assert 0 < outcome.result.hit < 8_000
+    assert outcome.result.hit % 16 == 0
+    in_time = LookupDriver(store, scheme, layout, max_keys=50, clock=clock)
+    assert in_time.lookup(NUM_TOKENS, BLOB, timeout_s=100).ending is Ending.EXACT
+    in_time.close()
+
+
+def test_a_deadline_that_has_passed_is_a_miss_without_a_call(drive):
+    store = Watched(stored())
+    outcome = drive(store, clock=ManualClock()).lookup(NUM_TOKENS, BLOB, timeout_s=0)
+    assert (outcome.result.hit, outcome.ending, store.calls) == (0, Ending.DEADLINE, [])
+
+
+def test_a_store_that_hangs_is_left_behind_at_the_deadline(drive):
+    hang = threading.Event()
+
+    class Hanging:
+        def contains(self, keys):
+            hang.wait()
+            return [True] * len(keys)
+
+    driver = drive(Hanging())
+    try:
+        outcome = driver.lookup(NUM_TOKENS, BLOB, device_prefix=16, timeout_s=0.05)
+        assert (outcome.result.hit, outcome.ending) == (16, Ending.DEADLINE)
+        # The two threads still hang, so the next lookup ends at its deadline too.
+        again = driver.lookup(NUM_TOKENS, BLOB, timeout_s=0.05)
+        assert (again.result.hit, again.ending) == (0, Ending.DEADLINE)
+    finally:
+        hang.set()
+
+
+@pytest.mark.parametrize("max_keys", [10, 4096])
+def test_a_store_that_fails_is_a_miss_and_the_next_lookup_works(drive, caplog, max_keys):
+    store = FaultyStore(stored())
+    store.fail_calls(2)
+    driver = drive(store, max_keys=max_keys)
+    outcome = driver.lookup(NUM_TOKENS, BLOB)
+    assert (outcome.result.hit, outcome.ending) == (0, Ending.FAILED)
+    assert "a lookup ended early" in caplog.text
+    store.heal()
+    assert driver.lookup(NUM_TOKENS, BLOB).result.hit == 8_000
+
+
+def test_what_was_proven_before_the_failure_counts():
+    class FailsLate(Watched):
+        def contains(self, keys):
+            if len(self.calls) == 13:
+                raise StoreUnavailableError("gone")
+            return super().contains(keys)
+
+    layout = find_layout("llama-3.1-8b")
+    scheme = KeyScheme(Manifest.of(Namespace(model_version="m"), layout), layout, digest_bytes=32)
+    inner = MemoryStore(keep_payloads=False)
+    keys = scheme.keys(0, 0, range(500), BLOB)
+    inner.put(keys, [((0, 1),)] * len(keys))
+    driver = LookupDriver(FailsLate(inner), scheme, layout, max_keys=20)
+    outcome = driver.lookup(NUM_TOKENS, BLOB)
+    driver.close()
+    assert outcome.ending is Ending.FAILED
+    assert 0 < outcome.result.hit < 8_000
+
+
+def test_lookups_of_several_threads_share_a_driver(drive):
+    driver = drive(stored(4_000), max_keys=64)
+    hits = np.zeros(8, dtype=int)
+
+    def look(idx):
+        hits[idx] = driver.lookup(NUM_TOKENS, BLOB).result.hit
+
+    threads = [threading.Thread(target=look, args=(idx,)) for idx in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert hits.tolist() == [4_000] * 8
