@@ -32,6 +32,11 @@ def test_cache_groups_of_equal_spec_and_lookahead_are_planned_together():
     assert layout.spec_groups[1].name == "a and 1 more"
 
 
+def test_groups_whose_ranks_or_objects_differ_are_planned_apart():
+    layout = Layout(name="m", groups=(full("a", shards=2), full("b"), full("c", blocks_per_object=2)))
+    assert [group.cache_groups for group in layout.spec_groups] == [(0,), (1,), (2,)]
+
+
 def test_scratch_groups_keep_their_index_and_take_part_in_nothing():
     layout = Layout(name="m", groups=(window("scratch", block_size=24, prefix_cacheable=False), full()))
     assert [group.cache_groups for group in layout.spec_groups] == [(1,)]
@@ -88,7 +93,6 @@ def test_objects_pack_full_attention_and_mla_blocks_only():
         (lambda: window(blocks_per_object=2), "'window': blocks_per_object is 2.*only full"),
         (lambda: Layout(name="m", groups=(full(shards=8),), tp=3), "8 shards.*3 tensor-parallel"),
         (lambda: Layout(name="m", groups=(full(shards=2, layer_block_bytes=7),), tp=2), "7 bytes.*2 ranks"),
-        (lambda: Layout(name="m", groups=(full("a", shards=2), full("b"))), "'b': shards is 1.*'a'.*has 2"),
         (lambda: Layout(name="m", groups=(full(),)).with_object_tokens(24), "24 tokens.*16"),
         (lambda: Layout(name="m", groups=(full(),)).with_object_tokens(0), "0 tokens"),
     ],

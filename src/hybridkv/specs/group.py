@@ -65,7 +65,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecGroup:
-    """Cache groups with equal spec and lookahead: the unit of planning, of keys and of objects.
+    """Cache groups with equal spec, lookahead, object size and shards: the unit of planning and of keys.
 
     Attributes:
         index: position in ``Layout.spec_groups``, part of every key.

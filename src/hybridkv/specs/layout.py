@@ -53,23 +53,17 @@ class Layout:
 
     @cached_property
     def spec_groups(self) -> tuple[SpecGroup, ...]:
-        """The units of planning: cache groups merged where spec and lookahead are equal."""
-        members: dict[tuple[object, int], list[int]] = {}
+        """The units of planning: cache groups merged where needs, object size and ranks are equal."""
+        members: dict[object, list[int]] = {}
         for idx, group in enumerate(self.groups):
             if group.prefix_cacheable:
-                members.setdefault((group.spec, group.lookahead), []).append(idx)
+                same = (group.spec, group.lookahead, group.blocks_per_object, group.shards)
+                members.setdefault(same, []).append(idx)
         return tuple(self._spec_group(index, indices) for index, indices in enumerate(members.values()))
 
     def _spec_group(self, index: int, indices: list[int]) -> SpecGroup:
         groups = [self.groups[i] for i in indices]
         first = groups[0]
-        for other in groups[1:]:
-            for field in ("blocks_per_object", "shards"):
-                if getattr(other, field) != getattr(first, field):
-                    raise SpecError(
-                        f"group {other.name!r}: {field} is {getattr(other, field)}, but group {first.name!r} "
-                        f"with the same spec has {getattr(first, field)}; make them equal"
-                    )
         num_ranks = first.ranks(self.tp)
         total = sum(group.layers * group.layer_block_bytes for group in groups) * first.blocks_per_object
         if total % num_ranks:
