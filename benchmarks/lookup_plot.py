@@ -35,7 +35,9 @@ def plot(cells: Sequence[Point], path: Path) -> None:
                 (axes[0][column], [c.keys for c in points], [c.peer_keys for c in points]),
                 (axes[1][column], [c.ms for c in points], [c.peer_ms for c in points]),
             ):
-                axis.loglog(lengths, ours, color=f"C{colour}", marker="o", ms=3, label=f"hybridkv, {contents}")
+                axis.loglog(
+                    lengths, ours, color=f"C{colour}", marker="o", ms=3, label=f"hybridkv, {contents}"
+                )
                 axis.loglog(lengths, peers, color=f"C{colour}", ls=":", label=f"vLLM 0.32, {contents}")
         axes[0][column].set_title(row)
         axes[1][column].set_xlabel("prompt, tokens")

@@ -20,22 +20,19 @@ class Measured(Protocol):
     spec_groups: int
 
 
+_TIMES = {"none": 40.0, "31/32 on device": 10.0}
+
+
 def target(cell: Measured) -> float | None:
     """Return how many times faster than the peer a lookup at 128K tokens should be; ``None`` = no target."""
     if not 130_000 < cell.num_tokens < 132_000:
         return None
-    match cell.contents:
-        case "none":
-            return 40
-        case "31/32 on device":
-            return 10
-        case "retention 0, fork":
-            return 5
-        case "first half" if cell.row.startswith("DeepSeek"):
-            return 15
-        case "all":
-            return _all_stored(cell.row)
-    return None
+    if cell.contents == "retention 0, fork":
+        # Without windows a fork is just a stored half.
+        return None if cell.row.startswith("full 16") else 5.0
+    if cell.contents == "first half":
+        return 15.0 if cell.row.startswith("DeepSeek") else None
+    return _all_stored(cell.row) if cell.contents == "all" else _TIMES.get(cell.contents)
 
 
 def _all_stored(row: str) -> float | None:

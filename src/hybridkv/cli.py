@@ -4,17 +4,17 @@ import json
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import track
 from rich.table import Table
 
 from hybridkv import __version__
 from hybridkv.errors import ConfigError, CorruptPayloadError, HybridKVError
 from hybridkv.plan.boundaries import Retention
-from hybridkv.sim.demo import DemoRow, demo_table, demo_trace, run_demo
+from hybridkv.sim.demo import DemoRow, demo_table, run_demo
 from hybridkv.sim.naming import Tails
 from hybridkv.sim.replay import Replay, ReplaySettings
 from hybridkv.sim.trace import read_trace
@@ -51,11 +51,9 @@ def _root(
 
 
 def _retention(text: str) -> Retention:
-    if text == "all":
-        return "all"
-    if text.isascii() and text.isdecimal() and len(text) < 16:
-        return int(text)
-    raise ConfigError(f"retention is {text!r}; use 'all', 0 or a number of tokens")
+    """Return the number that the text is, else the text: the settings check both."""
+    is_number = text.isascii() and text.isdecimal() and len(text) < 16
+    return int(text) if is_number else cast(Retention, text)
 
 
 def _scale(text: str) -> Fraction:
@@ -85,14 +83,18 @@ def _show(renderable: object, json_file: Path | None) -> None:
 
 
 @app.command(
-    epilog="Example: hybridkv replay trace.jsonl --model gpt-oss-120b --store memory://?capacity=2GiB "
+    epilog="Example: hybridkv replay trace.jsonl --model gpt-oss-120b --store 'memory://?capacity=2GiB' "
     "--bytes --payload-scale 1/64 --limit 300"
 )
 def replay(
     trace: Annotated[Path, typer.Argument(help="Requests in the FAST'25 JSONL format.")],
     model: Annotated[str, typer.Option(help="A built-in model (see `hybridkv models`) or a layout file.")],
-    store: Annotated[str, typer.Option(help="Where objects go.")] = "memory://",
-    retention: Annotated[str, typer.Option(help="Kept boundaries: all, 0 or every N tokens.")] = "all",
+    store: Annotated[
+        str, typer.Option(help="Where objects go, such as memory://?capacity=2GiB.")
+    ] = "memory://",
+    retention: Annotated[
+        str, typer.Option(help="Kept boundaries: all, 0 (ends and branches only) or every N tokens.")
+    ] = "all",
     object_tokens: Annotated[
         int | None, typer.Option(help="Tokens of one full-attention or MLA object; default: one block.")
     ] = None,
@@ -119,7 +121,7 @@ def replay(
         layout=layout,
         store_uri=store,
         retention=_retention(retention),
-        tails=_tails(tails),
+        tails=cast(Tails, tails),
         prefill_tokens=prefill_tokens,
         move_bytes=move_bytes,
         payload_scale=_scale(payload_scale),
@@ -139,26 +141,17 @@ def replay(
     _write_json(json_file, report.to_dict())
 
 
-def _tails(text: str) -> Tails:
-    if text == "distinct":
-        return "distinct"
-    if text == "continued":
-        return "continued"
-    raise ConfigError(f"tails is {text!r}; use 'distinct' or 'continued'")
-
-
 @app.command()
-def demo(
-    store: Annotated[str, typer.Option(help="Where objects go.")] = "memory://?capacity=2GiB",
-    json_file: JsonFile = None,
-) -> None:
-    """Show on a small chat trace what a prefix-only cache and hybridkv hit, ask and store."""
-    requests = demo_trace()
+def demo(json_file: JsonFile = None) -> None:
+    """Show what a prefix-only cache and hybridkv hit, write, load and ask at equal capacity."""
     rows: list[DemoRow] = []
     with Console(stderr=True).status("replaying with real bytes ..."):
-        rows.extend(run_demo(requests, store))
+        rows.extend(run_demo())
     _show(demo_table(rows), json_file)
-    _write_json(json_file, [{"model": row.model, "cache": row.cache, **row.report.to_dict()} for row in rows])
+    _write_json(
+        json_file,
+        [{"cache": row.cache, "capacity_bytes": row.capacity_bytes, **row.report.to_dict()} for row in rows],
+    )
 
 
 @app.command()
@@ -167,16 +160,19 @@ def models(json_file: JsonFile = None) -> None:
     layouts = [find_layout(name) for name in catalogue()]
     table = Table("model", "spec group", "kind", "cache groups", "object tokens", "object bytes")
     for layout in layouts:
-        for idx, group in enumerate(layout.spec_groups):
+        last = layout.spec_groups[-1]
+        for group in layout.spec_groups:
             table.add_row(
-                layout.name if idx == 0 else "",
+                layout.name if group.index == 0 else "",
                 group.name,
                 group.spec.kind,
                 str(len(group.cache_groups)),
                 str(group.object_size),
                 format_bytes(group.object_bytes),
+                end_section=group is last,
             )
-    _show(table, json_file)
+    sources = [f"[bold]{layout.name}[/bold]: {layout.source}" for layout in layouts]
+    _show(Group(table, *sources), json_file)
     _write_json(
         json_file,
         [
@@ -209,9 +205,11 @@ def main() -> None:
         _fail(error, 1)
     except HybridKVError as error:
         _fail(error, 2)
+    except MemoryError:
+        _fail("out of memory; lower the store's capacity or the payload scale", 2)
 
 
-def _fail(error: Exception, code: int) -> None:
+def _fail(error: Exception | str, code: int) -> None:
     line = " ".join(str(error).split())
     sys.stderr.write(f"hybridkv: {line}\n")
     sys.exit(code)

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +20,6 @@ from hybridkv.suggest import nearest
 SCHEME = "hkv1"
 PAYLOAD_VERSION = 1
 """Version of the bytes under a key: how an object's layers are put together."""
-
-HashBlob = NewType("HashBlob", bytes)
-"""A prompt's block hashes laid end to end: one digest a hash unit, all of one length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,16 +172,22 @@ class KeyScheme:
     """Makes the keys of one namespace and layout, in bulk.
 
     Args:
-        manifest: of the namespace; its fingerprint is part of every key.
-        layout: the layout that the manifest describes.
+        namespace: what beside the layout must agree.
+        layout: what is planned with these keys.
         digest_bytes: length of one block hash.
+
+    Attributes:
+        layout: as given.
+        manifest: of namespace and layout; its fingerprint is part of every key.
     """
 
-    def __init__(self, manifest: Manifest, layout: Layout, *, digest_bytes: int) -> None:
+    def __init__(self, namespace: Namespace, layout: Layout, *, digest_bytes: int) -> None:
+        self.layout = layout
+        self.manifest = Manifest.of(namespace, layout)
         self._digest_bytes = digest_bytes
         self._object_units = [group.object_size // layout.hash_unit for group in layout.spec_groups]
         self._prefixes = [
-            [f"{SCHEME}/{manifest.fingerprint}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
+            [f"{SCHEME}/{self.manifest.fingerprint}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
             for group in layout.spec_groups
         ]
 
@@ -199,12 +201,16 @@ class KeyScheme:
             blob: the prompt's block hashes, ``digest_bytes`` a hash unit.
 
         Raises:
-            KeySchemeError: an object reaches past the blob.
+            KeySchemeError: an object reaches past the blob, or the blob ends inside a block hash.
         """
         units = self._object_units[spec_group]
         prefix = self._prefixes[spec_group][rank]
         if not len(objects):
             return []
+        if len(blob) % self._digest_bytes:
+            raise KeySchemeError(
+                f"{len(blob)} bytes are no whole number of block hashes of {self._digest_bytes}"
+            )
         chosen = np.arange(objects.start, objects.stop) if isinstance(objects, range) else objects
         digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, self._digest_bytes)
         if int(chosen.max()) * units + units > len(digests) or int(chosen.min()) < 0:
@@ -215,10 +221,6 @@ class KeyScheme:
         text = digests[chosen * units + units - 1].tobytes().hex()
         width = 2 * self._digest_bytes
         return [prefix + text[i : i + width] for i in range(0, len(text), width)]
-
-    def prefix(self, spec_group: int, rank: int) -> str:
-        """Return what every key of a spec group and rank begins with."""
-        return self._prefixes[spec_group][rank]
 
 
 def spec_group_of(key: str) -> int:
@@ -262,8 +264,8 @@ class BlockHasher:
         domains = json.dumps([["root", SCHEME], ["salt", salt], ["lora", lora]])
         self.root = hashlib.sha256(domains.encode()).digest()
 
-    def hash_tokens(self, tokens: Sequence[int]) -> HashBlob:
-        """Return the hashes of the prompt's complete hash units.
+    def hash_tokens(self, tokens: Sequence[int]) -> bytes:
+        """Return the hashes of the prompt's complete hash units, laid end to end.
 
         Args:
             tokens: token ids, each in [0, 2**32).
@@ -282,7 +284,7 @@ class BlockHasher:
         for start in range(0, len(data) - step + 1, step):
             parent = hashlib.sha256(parent + data[start : start + step]).digest()
             hashes.append(parent)
-        return HashBlob(b"".join(hashes))
+        return b"".join(hashes)
 
 
 def vllm_mooncake(

@@ -25,7 +25,9 @@ def _saved(layout, retention, num_tokens, junction=0, cuts=()):
     found = [set() for _ in layout.spec_groups]
     edges = sorted({0, num_tokens, *(cut for cut in cuts if cut < num_tokens)})
     for start, stop in pairwise(edges):
-        plans = plan_save(layout, retention, start=start, stop=stop, num_tokens=num_tokens, junction=junction)
+        plans = plan_save(
+            layout, retention=retention, start=start, stop=stop, num_tokens=num_tokens, junction=junction
+        )
         for objects, plan in zip(found, plans, strict=True):
             new = set(plan.indices().tolist())
             assert not objects & new, "an object is planned by one step only"
@@ -154,7 +156,7 @@ def test_an_open_ended_save_keeps_every_multiple_of_the_retention(made, data):
     layout, groups = made
     retention = data.draw(retentions(layout.alignment))
     stop = data.draw(st.integers(1, 300))
-    plans = plan_save(layout, retention, start=0, stop=stop, num_tokens=None)
+    plans = plan_save(layout, retention=retention, start=0, stop=stop, num_tokens=None)
     step = layout.alignment if retention == "all" else retention
     far = range(step, stop + 60 + 2 * layout.alignment + step, step) if step else ()
     for group, plain, plan in zip(layout.spec_groups, groups, plans, strict=True):

@@ -53,7 +53,7 @@ def test_each_wrong_answer_is_found(case, tmp_path, capsys):
 def test_a_file_without_cases_fails(text, tmp_path, capsys):
     path = tmp_path / "no.json"
     path.write_text(text)
-    assert cases.main([str(path)]) != 0
+    assert cases.main([str(path)]) == 2
     capsys.readouterr()
 
 

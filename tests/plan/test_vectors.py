@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hybridkv.errors import ConfigError
 from hybridkv.plan.boundaries import kept_boundaries
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.presence import longest_hit
@@ -34,7 +35,7 @@ def swa(block_size, window):
 
 def saved(made, num_tokens, retention="all", start=0, stop=None):
     stop = num_tokens if stop is None else stop
-    plans = plan_save(made, retention, start=start, stop=stop, num_tokens=num_tokens)
+    plans = plan_save(made, retention=retention, start=start, stop=stop, num_tokens=num_tokens)
     return [None if plan.mask is None else plan.indices().tolist() for plan in plans]
 
 
@@ -81,7 +82,7 @@ def test_the_last_token_is_always_computed_again(num_tokens, hit):
 @pytest.mark.parametrize(("num_tokens", "hit"), [(1000, 768), (4000, 3840), (4200, 4096)])
 def test_deepseek_v4_with_mtp_resumes_at_the_last_boundary_whose_lookahead_is_complete(num_tokens, hit):
     made = find_layout("deepseek-v4")
-    plans = plan_save(made, "all", start=0, stop=num_tokens, num_tokens=num_tokens)
+    plans = plan_save(made, retention="all", start=0, stop=num_tokens, num_tokens=num_tokens)
     present = []
     for group, plan in zip(made.spec_groups, plans, strict=True):
         held = np.zeros(num_tokens // group.object_size, dtype=bool)
@@ -101,6 +102,24 @@ def test_retention_zero_keeps_guard_resend_and_sibling():
     assert kept_boundaries(made, "all", 15).tolist() == []
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"retention": 100},
+        {"retention": "some"},
+        {"start": -1},
+        {"start": 70},
+        {"stop": 200},
+        {"num_tokens": 10},
+    ],
+)
+def test_a_save_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ConfigError):
+        plan_save(
+            layout(full(64)), **{"retention": "all", "start": 0, "stop": 64, "num_tokens": 100, **wrong}
+        )
+
+
 def test_a_step_plans_blocks_that_only_a_later_boundary_needs():
     made = layout(full(64), swa(16, 64))
     assert saved(made, 200, retention=0, start=64, stop=144) == [None, None]
@@ -112,7 +131,11 @@ def test_what_the_device_holds_is_not_loaded():
     assert plan_load(made, 128) == (range(2),)
     assert plan_load(made, 128, device_prefix=48) == (range(2),)
     assert plan_load(made, 128, device_prefix=64) == (range(1, 2),)
-    assert plan_load(made, 128, device_prefix=192) == (range(3, 3),)
+    assert plan_load(made, 128, device_prefix=192) == (range(0),)
+    assert plan_load(made, 48, device_prefix=48) == (range(0),)
+    for wrong in (48, -64):
+        with pytest.raises(ConfigError, match=f"hit {wrong}"):
+            plan_load(made, wrong)
     assert plan_load(made, 0) == (range(0),)
 
 

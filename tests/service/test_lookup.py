@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hybridkv.clock import ManualClock
-from hybridkv.errors import StoreUnavailableError
-from hybridkv.keys import BlockHasher, KeyScheme, Manifest, Namespace
+from hybridkv.errors import StoreClosedError, StoreUnavailableError
+from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service import lookup as driver_module
 from hybridkv.service.lookup import Ending, LookupDriver
 from hybridkv.specs.layout_file import find_layout
@@ -15,7 +15,7 @@ from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import FaultyStore, LatencyStore
 
 LAYOUT = find_layout("gpt-oss-120b").with_tp(2)
-SCHEME = KeyScheme(Manifest.of(Namespace(model_version="m"), LAYOUT), LAYOUT, digest_bytes=32)
+SCHEME = KeyScheme(Namespace(model_version="m"), LAYOUT, digest_bytes=32)
 NUM_TOKENS = 8_005
 BLOB = BlockHasher(hash_unit=16).hash_tokens(range(NUM_TOKENS))
 
@@ -54,7 +54,7 @@ def drive():
     drivers = []
 
     def make(store, **settings):
-        drivers.append(LookupDriver(store, SCHEME, LAYOUT, **settings))
+        drivers.append(LookupDriver(store, SCHEME, **settings))
         return drivers[-1]
 
     yield make
@@ -92,19 +92,18 @@ def test_the_device_prefix_is_handed_on(drive):
 def test_at_the_deadline_the_best_proven_boundary_is_the_hit():
     clock = ManualClock()
     layout = find_layout("llama-3.1-8b")
-    scheme = KeyScheme(Manifest.of(Namespace(model_version="m"), layout), layout, digest_bytes=32)
+    scheme = KeyScheme(Namespace(model_version="m"), layout, digest_bytes=32)
     inner = MemoryStore(keep_payloads=False)
     keys = scheme.keys(0, 0, range(500), BLOB)
     inner.put(keys, [((0, 1),)] * len(keys))
     store = LatencyStore(inner, per_call_s=1.0, clock=clock)
-    driver = LookupDriver(store, scheme, layout, max_keys=50, clock=clock)
+    driver = LookupDriver(store, scheme, max_keys=50, clock=clock)
     outcome = driver.lookup(NUM_TOKENS, BLOB, timeout_s=6.5)
     driver.close()
     assert outcome.ending is Ending.DEADLINE
-    assert not outcome.result.exact
     assert 0 < outcome.result.hit < 8_000
     assert outcome.result.hit % 16 == 0
-    in_time = LookupDriver(store, scheme, layout, max_keys=50, clock=clock)
+    in_time = LookupDriver(store, scheme, max_keys=50, clock=clock)
     assert in_time.lookup(NUM_TOKENS, BLOB, timeout_s=100).ending is Ending.EXACT
     in_time.close()
 
@@ -113,6 +112,7 @@ def test_a_deadline_that_has_passed_is_a_miss_without_a_call(drive):
     store = Watched(stored())
     outcome = drive(store, clock=ManualClock()).lookup(NUM_TOKENS, BLOB, timeout_s=0)
     assert (outcome.result.hit, outcome.ending, store.calls) == (0, Ending.DEADLINE, [])
+    assert outcome.calls == 0
 
 
 def test_a_store_that_hangs_is_left_behind_at_the_deadline(drive):
@@ -144,6 +144,14 @@ def test_a_store_that_fails_is_a_miss_and_the_next_lookup_works(drive, caplog, m
     assert "a lookup ended early" in caplog.text
     store.heal()
     assert driver.lookup(NUM_TOKENS, BLOB).result.hit == 8_000
+    assert driver.endings == {Ending.FAILED: 1, Ending.EXACT: 1}
+
+
+def test_a_closed_driver_is_refused(drive):
+    driver = drive(stored())
+    driver.close()
+    with pytest.raises(StoreClosedError):
+        driver.lookup(NUM_TOKENS, BLOB)
 
 
 def test_what_was_proven_before_the_failure_counts():
@@ -154,11 +162,11 @@ def test_what_was_proven_before_the_failure_counts():
             return super().contains(keys)
 
     layout = find_layout("llama-3.1-8b")
-    scheme = KeyScheme(Manifest.of(Namespace(model_version="m"), layout), layout, digest_bytes=32)
+    scheme = KeyScheme(Namespace(model_version="m"), layout, digest_bytes=32)
     inner = MemoryStore(keep_payloads=False)
     keys = scheme.keys(0, 0, range(500), BLOB)
     inner.put(keys, [((0, 1),)] * len(keys))
-    driver = LookupDriver(FailsLate(inner), scheme, layout, max_keys=20)
+    driver = LookupDriver(FailsLate(inner), scheme, max_keys=20)
     outcome = driver.lookup(NUM_TOKENS, BLOB)
     driver.close()
     assert outcome.ending is Ending.FAILED

@@ -38,7 +38,7 @@ def request(length, *ids):
 
 
 def replayed(requests, **settings):
-    settings = {"layout": WINDOWS, "store_uri": "memory://", **settings}
+    settings = {"layout": WINDOWS, "store_uri": "memory://?capacity=1GiB", **settings}
     return Replay(ReplaySettings(**settings)).run(requests)
 
 
@@ -107,7 +107,7 @@ def test_a_step_below_the_alignment_still_gets_on():
 @pytest.mark.parametrize("tails", ["distinct", "continued"])
 @pytest.mark.parametrize("model", catalogue())
 def test_an_unbounded_store_hits_what_the_shared_prefixes_allow(model, tails):
-    report = replayed(generate_trace(3, 6), layout=find_layout(model), tails=tails)
+    report = replayed(generate_trace(3, 6), layout=find_layout(model), tails=tails, store_uri="memory://")
     assert report.hit_tokens == report.unbounded_hit_tokens > 0
     assert report.hit_tokens <= report.full_attention_hit_tokens
 
@@ -145,7 +145,8 @@ def test_each_rank_keeps_its_own_share():
         ({"payload_scale": Fraction(0)}, "payload scale is 0"),
         ({"payload_scale": Fraction(2)}, "payload scale is 2"),
         ({"retention": 100}, "not a multiple of the alignment"),
-        ({"store_uri": "nowhere://"}, "needs a memory:// store"),
+        ({"store_uri": "nowhere://"}, "unknown store 'nowhere'"),
+        ({"store_uri": "memory://", "move_bytes": True}, "needs a bounded store"),
         ({"store_uri": "nowhere://", "move_bytes": True}, "unknown store 'nowhere'"),
     ],
 )

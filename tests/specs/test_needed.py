@@ -15,6 +15,15 @@ from hybridkv.testing.specs import check_spec
 
 SIZES = st.integers(1, 8)
 
+# One spec of each kind; a new kind adds its own.
+EXAMPLES = {
+    "full": Full(block_size=16),
+    "mla": MLA(block_size=16),
+    "sliding_window": SlidingWindow(block_size=16, window=100, extra=7),
+    "chunked_local": ChunkedLocal(block_size=16, chunk=96),
+    "recurrent": Recurrent(block_size=16),
+}
+
 
 def test_full_attention_reads_everything():
     check_spec(SIZES.map(lambda b: Full(block_size=b)), lambda _spec, query, key: key <= query)
@@ -62,8 +71,8 @@ def test_check_spec_catches_a_kind_that_wrongly_claims_to_be_downward_closed():
 
 @given(st.sampled_from(sorted(KINDS)), st.lists(st.integers(1, 10_000), min_size=1), st.integers(0, 64))
 def test_many_prefixes_at_once_give_the_same_as_one_by_one(kind, prefixes, lookahead):
-    more = {"sliding_window": {"window": 100, "extra": 7}, "chunked_local": {"chunk": 96}}.get(kind, {})
-    spec = spec_class(kind)(block_size=16, **more)
+    spec = EXAMPLES[kind]
+    assert type(spec) is spec_class(kind)
     starts, stops = spec.needed_bounds(np.array(prefixes), lookahead)
     assert [range(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)] == [
         spec.needed(prefix, lookahead) for prefix in prefixes
@@ -72,8 +81,7 @@ def test_many_prefixes_at_once_give_the_same_as_one_by_one(kind, prefixes, looka
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_nothing_is_needed_at_the_start(kind):
-    more = {"sliding_window": {"window": 100}, "chunked_local": {"chunk": 96}}.get(kind, {})
-    assert not spec_class(kind)(block_size=16, **more).needed(0, lookahead=16)
+    assert not EXAMPLES[kind].needed(0, lookahead=16)
 
 
 @pytest.mark.parametrize(

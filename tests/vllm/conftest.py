@@ -1,4 +1,4 @@
-"""These tests drive vLLM's own classes; without vLLM there is nothing to collect (``make test-vllm`` has it)."""
+"""These tests drive vLLM's own classes: ``make test-vllm`` installs it; without it nothing is collected."""
 
 from importlib.util import find_spec
 

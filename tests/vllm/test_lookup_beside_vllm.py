@@ -1,20 +1,20 @@
-"""Differential: hybridkv's hits beside those of vLLM 0.32's in-tree Mooncake connector, its classes unchanged.
+"""Differential: hybridkv's hits beside those of vLLM 0.32's in-tree Mooncake connector, classes unchanged.
 
-Named exceptions, kept out of the random layouts: a window of 1 (needs nothing; vLLM answers 0 or asserts) and extra
-retained tokens (vLLM's specs have none). Recurrent groups are left to the benchmark: with a finer hash unit vLLM
-ends hits inside a block, hybridkv does not.
+Named exceptions, kept out of the random layouts: a window of 1 (needs nothing; vLLM answers 0 or asserts) and
+extra retained tokens (vLLM's specs have none). Recurrent groups are left to the benchmark: with a finer hash
+unit vLLM ends hits inside a block, hybridkv does not.
 """
 
 import random
 
 import pytest
-from lookup_layouts import Row
-from vllm_peer import Group, blob_hashes
 
-from hybridkv.keys import KeyScheme, Manifest, Namespace
+from hybridkv.keys import KeyScheme, Namespace
 from hybridkv.plan.save import plan_save
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.stores.memory import MemoryStore
+from lookup_layouts import Row
+from vllm_peer import Group, blob_hashes
 
 DIGEST_BYTES = 32
 
@@ -23,7 +23,11 @@ def random_row(rng, *, eagle):
     sizes = rng.choice([(4,), (4, 8), (4, 8, 16), (16, 32), (8, 24)])
     groups, taken = [], set()
     for _ in range(rng.randint(1, 4)):
-        kind, size, window = rng.choice(["full", "mla", "swa", "swa", "swa_mla"]), rng.choice(sizes), rng.randint(2, 70)
+        kind, size, window = (
+            rng.choice(["full", "mla", "swa", "swa", "swa_mla"]),
+            rng.choice(sizes),
+            rng.randint(2, 70),
+        )
         if (kind, size, window if kind.startswith("swa") else 0) in taken:
             continue
         taken.add((kind, size, window if kind.startswith("swa") else 0))
@@ -50,14 +54,17 @@ class Pair:
         self.peer, self.layout, self.blob = row.peer(), row.layout(), blob
         self.num_tokens = num_tokens
         self.units = [blob[i : i + DIGEST_BYTES] for i in range(0, len(blob), DIGEST_BYTES)]
-        manifest = Manifest.of(Namespace(model_version="m"), self.layout)
-        self.scheme = KeyScheme(manifest, self.layout, digest_bytes=DIGEST_BYTES)
+        self.scheme = KeyScheme(Namespace(model_version="m"), self.layout, digest_bytes=DIGEST_BYTES)
         self.store, self.peers = MemoryStore(keep_payloads=False), set()
 
     def hold(self, spec_group, objects):
         group = self.layout.spec_groups[spec_group]
         for rank in range(group.num_ranks):
-            keys = [key for idx in objects for key in self.scheme.keys(spec_group, rank, range(idx, idx + 1), self.blob)]
+            keys = [
+                key
+                for idx in objects
+                for key in self.scheme.keys(spec_group, rank, range(idx, idx + 1), self.blob)
+            ]
             self.store.put(keys, [((0, 1),)] * len(keys))
         for gid in group.cache_groups:
             for idx in objects:
@@ -67,7 +74,7 @@ class Pair:
         def exists(keys):
             return [int(key in self.peers) for key in keys]
 
-        driver = LookupDriver(self.store, self.scheme, self.layout)
+        driver = LookupDriver(self.store, self.scheme)
         ours = driver.lookup(self.num_tokens, self.blob).result.hit
         driver.close()
         theirs = self.peer.lookup(self.num_tokens, blob_hashes(self.blob, DIGEST_BYTES), exists)
@@ -79,9 +86,13 @@ def fill_at_random(pair, rng):
     if pattern == "saved":
         retention = rng.choice(["all", 0, 2 * pair.layout.alignment])
         shared = rng.randint(0, pair.num_tokens)
-        plans = plan_save(pair.layout, retention, start=0, stop=pair.num_tokens, num_tokens=pair.num_tokens)
+        plans = plan_save(
+            pair.layout, retention=retention, start=0, stop=pair.num_tokens, num_tokens=pair.num_tokens
+        )
         for group, plan in zip(pair.layout.spec_groups, plans, strict=True):
-            pair.hold(group.index, [i for i in plan.indices().tolist() if (i + 1) * group.object_size <= shared])
+            pair.hold(
+                group.index, [i for i in plan.indices().tolist() if (i + 1) * group.object_size <= shared]
+            )
         return
     share = {"run": 1.0, "holes": 0.95, "sparse": rng.random()}[pattern]
     for group in pair.layout.spec_groups:
@@ -125,10 +136,12 @@ MTP = Row(
 )
 
 
-@pytest.mark.parametrize(("num_tokens", "hit", "peers"), [(1000, 768, 512), (4000, 3840, 3584), (4200, 4096, 3840)])
+@pytest.mark.parametrize(
+    ("num_tokens", "hit", "peers"), [(1000, 768, 512), (4000, 3840, 3584), (4200, 4096, 3840)]
+)
 def test_deepseek_v4_with_mtp_is_resumed_one_alignment_later(num_tokens, hit, peers):
     pair = Pair(MTP, num_tokens, random.Random(1).randbytes(num_tokens // 4 * DIGEST_BYTES))
-    plans = plan_save(pair.layout, 0, start=0, stop=num_tokens, num_tokens=num_tokens)
+    plans = plan_save(pair.layout, retention=0, start=0, stop=num_tokens, num_tokens=num_tokens)
     for group, plan in zip(pair.layout.spec_groups, plans, strict=True):
         pair.hold(group.index, plan.indices().tolist())
     pair.peers |= set(pair.peer.all_keys(num_tokens, pair.units))

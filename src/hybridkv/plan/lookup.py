@@ -7,7 +7,7 @@ answers back with ``learn``; ``result`` tells the hit. What makes few keys enoug
 2. An absent object is a proof: it rules out every candidate whose need holds it. In a downward-closed group
    a few dozen evenly spread *sentinels* find the end of the run; only what will be loaded is asked in full.
 3. Windows and states are tried from the top down: all their tails at the bound in one step; after a miss,
-   one sentinel (the oldest object of a need) for each candidate that is not ruled out yet, in one group.
+   one sentinel for each candidate that is not ruled out yet, in one group, ``PROOFS`` at a time.
 4. One rank answers first; the others are asked only about what will be loaded.
 
 ::
@@ -19,26 +19,26 @@ answers back with ``learn``; ``result`` tells the hit. What makes few keys enoug
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.errors import ConfigError
 from hybridkv.plan.boundaries import resend_boundary
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.presence import longest_hit
 from hybridkv.specs.group import SpecGroup
 from hybridkv.specs.layout import Layout
 
-SENTINELS = 32
-"""Objects of a downward-closed group that one step of the search spreads over the open interval."""
-FIRST_PROOFS, MORE_PROOFS, MOST_PROOFS = 32, 4, 1024
-"""Sentinels of the first step downwards, the factor from step to step, and the most."""
+SENTINELS = 24
+"""Objects that one step of the search for the end of a run spreads over the open interval."""
+PROOFS = 48
+"""Sentinels of one step downwards: so many keys cost about what the step's round trip costs."""
 FEW = 64
-"""A step of so few keys costs no more than a round trip of its own."""
+"""Where a step stays below this many keys, it asks at once what the next one would."""
 
-_ABSENT, _PRESENT, _UNKNOWN, _FIRST_RANK = 0, 1, 2, 3
-_FIRST_RANK_SAYS = bytes((_ABSENT, _FIRST_RANK, *range(2, 256)))
+_ABSENT, _PRESENT, _UNKNOWN = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,9 +74,9 @@ class LookupResult:
     """What a lookup found.
 
     Attributes:
-        hit: tokens to resume from; the device's prefix where the store adds nothing.
-        exact: whether the search ended by itself; else ``hit`` is the best boundary proven so far.
-        full_run: leading tokens that every downward-closed group seems to hold, by its sentinels: the
+        hit: tokens to resume from; the device's prefix where the store adds nothing. The best boundary
+            proven so far while the search has not ended.
+        full_run: tokens up to the first object that a downward-closed group is known to lack: the
             junction of a save; 0 without such a group.
         loads: per spec group the objects to load.
         keys_asked: per spec group, all ranks together.
@@ -86,7 +86,6 @@ class LookupResult:
     """
 
     hit: int
-    exact: bool
     full_run: int
     loads: tuple[range, ...]
     keys_asked: tuple[int, ...]
@@ -95,25 +94,53 @@ class LookupResult:
     rank_holes: tuple[RankHole, ...]
 
 
-@dataclass(slots=True, eq=False)
 class _Known:
-    """What is known of one spec group's objects: a byte each, nothing about those below ``base``."""
+    """What is known of one spec group's objects: a byte for each object and rank, nothing below ``base``."""
 
-    group: SpecGroup
-    base: int
-    state: bytearray
-    asked: list[NDArray[np.int64]] = field(default_factory=list)
-    other_ranks: dict[int, bytearray] = field(default_factory=dict)
+    def __init__(self, group: SpecGroup, num_objects: int, device_prefix: int) -> None:
+        self.group, self.num_objects = group, num_objects
+        self.base = device_prefix // group.object_size
+        self._states: dict[int, bytearray] = {}
+
+    def states(self, rank: int) -> bytearray:
+        """Return a rank's states, one byte an object."""
+        if rank not in self._states:
+            self._states[rank] = bytearray((_UNKNOWN,)) * self.num_objects
+        return self._states[rank]
 
     def need(self, boundary: int) -> tuple[int, int]:
-        """Start and stop of the objects that ``boundary`` needs, lookahead included, above the device."""
+        """Return start and stop of what ``boundary`` needs above the device, lookahead included."""
         need = self.group.needed_objects(boundary, self.group.lookahead)
         return max(need.start, self.base), max(need.stop, self.base)
 
-    def having(self, state: int, boundary: int) -> NDArray[np.int64]:
-        """Return the objects of that state among those that ``boundary`` needs."""
+    def unknown(self, rank: int, boundary: int) -> NDArray[np.int64]:
+        """Return the objects that ``boundary`` needs and nobody has asked this rank for."""
         start, stop = self.need(boundary)
-        return np.flatnonzero(np.frombuffer(self.state, np.uint8)[start:stop] == state) + start
+        return np.flatnonzero(np.frombuffer(self.states(rank), np.uint8)[start:stop] == _UNKNOWN) + start
+
+    def first_absent(self, start: int, stop: int) -> int | None:
+        """Return the first object of the interval that some rank is known to lack."""
+        found = [states.find(_ABSENT, start, stop) for states in self._states.values()]
+        return min((idx for idx in found if idx >= 0), default=None)
+
+    def present(self) -> NDArray[np.bool_]:
+        """Return which objects every rank is known to hold; what the device holds counts."""
+        held = np.ones(self.num_objects, np.bool_)
+        for rank in range(self.group.num_ranks):
+            held &= np.frombuffer(self.states(rank), np.uint8) == _PRESENT
+        held[: self.base] = True
+        return held
+
+    def num_asked(self, start: int, stop: int) -> int:
+        """Return how many objects of the interval were asked, all ranks together."""
+        return sum(stop - start - states.count(_UNKNOWN, start, stop) for states in self._states.values())
+
+    def rank_holes(self) -> Iterator["RankHole"]:
+        """Yield what the first rank holds and another one lacks."""
+        first = np.frombuffer(self.states(0), np.uint8) == _PRESENT
+        for rank, states in self._states.items():
+            for idx in np.flatnonzero(first & (np.frombuffer(states, np.uint8) == _ABSENT)).tolist():
+                yield RankHole(spec_group=self.group.index, rank=rank, object_idx=idx)
 
 
 class Lookup:
@@ -121,8 +148,11 @@ class Lookup:
 
     Args:
         layout: of the model.
-        num_tokens: N, the prompt's length.
-        device_prefix: p0, tokens that the device holds in every group, >= 0.
+        num_tokens: N, the prompt's length, >= 0.
+        device_prefix: p0, tokens that the device holds in every group, in [0, N].
+
+    Raises:
+        ConfigError: not 0 <= p0 <= N.
 
     Example:
         >>> from hybridkv.specs.layout_file import find_layout
@@ -135,22 +165,16 @@ class Lookup:
     """
 
     def __init__(self, layout: Layout, num_tokens: int, *, device_prefix: int = 0) -> None:
+        if not 0 <= device_prefix <= num_tokens:
+            raise ConfigError(f"device prefix {device_prefix} of {num_tokens} tokens; give 0 <= p0 <= N")
         self._layout, self._num_tokens, self._device_prefix = layout, num_tokens, device_prefix
         self._known = [
-            _Known(
-                group,
-                device_prefix // group.object_size,
-                bytearray((_UNKNOWN,)) * (num_tokens // group.object_size),
-            )
-            for group in layout.spec_groups
+            _Known(group, num_tokens // group.object_size, device_prefix) for group in layout.spec_groups
         ]
         self._dense = [known for known in self._known if known.group.spec.downward_closed]
         self._sparse = [known for known in self._known if not known.group.spec.downward_closed]
-        self._full_run = num_tokens if self._dense else 0
-        self._holes: list[RankHole] = []
-        self._num_steps = 0
-        self._num_proofs = FIRST_PROOFS
         self._bound = resend_boundary(layout, num_tokens)
+        self._num_steps = 0
         self._hit: int | None = None
 
     def steps(self) -> Iterator[list[Ask]]:
@@ -166,92 +190,79 @@ class Lookup:
             ask: what was asked.
             answers: for each object whether it is present.
         """
-        known = self._known[ask.spec_group]
-        known.asked.append(ask.objects)
-        if ask.rank:
-            seen = known.other_ranks.setdefault(ask.rank, bytearray((_UNKNOWN,)) * len(known.state))
-            _write(seen, ask.objects, bytes(answers))
+        states, first, last = self._known[ask.spec_group].states(ask.rank), ask.objects[0], ask.objects[-1]
+        if last - first + 1 == len(answers):
+            states[first : last + 1] = bytes(answers)
         else:
-            said = bytes(answers)
-            _write(
-                known.state,
-                ask.objects,
-                said if known.group.num_ranks == 1 else said.translate(_FIRST_RANK_SAYS),
-            )
+            np.frombuffer(states, np.uint8)[ask.objects] = np.frombuffer(bytes(answers), np.uint8)
 
     def result(self) -> LookupResult:
-        """Return what is known now: the hit, once all steps were taken."""
-        self._settle_ranks()
+        """Return what is known now: the exact hit, once all steps were taken."""
         hit = self._proven() if self._hit is None else self._hit
         loads = plan_load(self._layout, hit, device_prefix=self._device_prefix)
-        asked = [np.concatenate(known.asked or [np.zeros(0, np.int64)]) for known in self._known]
         return LookupResult(
             hit=hit,
-            exact=self._hit is not None,
-            full_run=self._full_run,
+            full_run=self._full_run(),
             loads=loads,
-            keys_asked=tuple(len(objects) for objects in asked),
+            keys_asked=tuple(known.num_asked(0, known.num_objects) for known in self._known),
             keys_useful=tuple(
-                int(np.count_nonzero((objects >= load.start) & (objects < load.stop)))
-                for objects, load in zip(asked, loads, strict=True)
+                known.num_asked(load.start, load.stop) for known, load in zip(self._known, loads, strict=True)
             ),
             steps=self._num_steps,
-            rank_holes=tuple(self._holes),
+            rank_holes=tuple(hole for known in self._known for hole in known.rank_holes()),
         )
 
     def _search(self) -> Iterator[list[Ask]]:
         for known in self._dense:
-            if self._bound > self._device_prefix:
-                yield from self._find_run(known)
+            yield from self._find_run(known)
         suspect: _Known | None = None
         while self._bound > self._device_prefix:
             if suspect is not None:
                 yield from self._descend(suspect)
-                suspect = self._rule_out()
-                continue
-            asks = self._open_needs() or self._open_ranks()
-            if not asks:
-                break
-            yield asks
-            self._settle_ranks()
+            else:
+                asks = self._open_needs() or self._open_ranks()
+                if not asks:
+                    break
+                yield asks
             suspect = self._rule_out()
         self._hit = max(self._bound, self._device_prefix)
 
     def _find_run(self, known: _Known) -> Iterator[list[Ask]]:
         """Lower the bound to where a downward-closed group's run ends, by its sentinels."""
         low, high = known.base, known.need(self._bound)[1]
-        while low < high:
+        while low < high and self._bound > self._device_prefix:
             span = high - low
             points = sorted({*(low + span * i // SENTINELS for i in range(SENTINELS)), high - 1})
             yield [_ask(known, points)]
-            absent = next((i for i, point in enumerate(points) if known.state[point] == _ABSENT), None)
+            states = known.states(0)
+            absent = next((i for i, point in enumerate(points) if states[point] == _ABSENT), None)
             if absent is None:
                 break
-            high = points[absent]
             low = points[absent - 1] + 1 if absent else low
-            self._bound = self._below(known, high)
-        self._full_run = min(self._full_run, high * known.group.object_size)
+            self._bound = self._below(known, points[absent])
+            high = known.need(self._bound)[1]
 
     def _descend(self, known: _Known) -> Iterator[list[Ask]]:
-        """Lower the bound to the next candidate that one sentinel of this group does not rule out."""
-        while self._bound > self._device_prefix:
+        """Lower the bound to the next candidate that no sentinel of this group rules out.
+
+        The sentinel of a candidate is the oldest object that it needs: where it is absent, it rules out the
+        most further candidates.
+        """
+        states = known.states(0)
+        while True:
             tried: list[tuple[int, int]] = []
             boundary = self._bound
-            while boundary > self._device_prefix and len(tried) < self._num_proofs:
+            while boundary > self._device_prefix and len(tried) < PROOFS:
                 start, stop = known.need(boundary)
-                if start == stop or known.state[start] != _UNKNOWN:
+                if start == stop or states[start] != _UNKNOWN:
                     break
                 tried.append((boundary, start))
                 boundary = self._below(known, start)
             if not tried:
                 return
             yield [_ask(known, [sentinel for _, sentinel in reversed(tried)])]
-            self._num_proofs = min(self._num_proofs * MORE_PROOFS, MOST_PROOFS)
-            alive = (at for at, sentinel in tried if known.state[sentinel] != _ABSENT)
-            survivor = next(alive, None)
-            self._bound = boundary if survivor is None else survivor
-            if survivor is not None:
-                return
+            alive = (candidate for candidate, sentinel in tried if states[sentinel] != _ABSENT)
+            self._bound = next(alive, boundary)
 
     def _open_needs(self) -> list[Ask]:
         """Return what is unknown of the bound's needs: windows and states first, else or if few all."""
@@ -262,7 +273,7 @@ class Lookup:
         return asks
 
     def _unknown(self, groups: Sequence[_Known]) -> list[Ask]:
-        found = ((known, known.having(_UNKNOWN, self._bound)) for known in groups)
+        found = ((known, known.unknown(0, self._bound)) for known in groups)
         return [_ask(known, objects) for known, objects in found if len(objects)]
 
     def _open_ranks(self) -> list[Ask]:
@@ -270,35 +281,24 @@ class Lookup:
         return [
             Ask(spec_group=known.group.index, rank=rank, objects=objects)
             for known in self._known
-            if len(objects := known.having(_FIRST_RANK, self._bound))
             for rank in range(1, known.group.num_ranks)
+            if len(objects := known.unknown(rank, self._bound))
         ]
 
-    def _settle_ranks(self) -> None:
-        """Turn what every rank has answered into present, or into absent with a hole to report."""
-        for known in self._known:
-            if not known.other_ranks:
-                continue
-            state = np.frombuffer(known.state, np.uint8)
-            half = state == _FIRST_RANK
-            everywhere = half & (len(known.other_ranks) == known.group.num_ranks - 1)
-            for rank, answers in known.other_ranks.items():
-                seen = np.frombuffer(answers, np.uint8)
-                everywhere &= seen == _PRESENT
-                for idx in np.flatnonzero(half & (seen == _ABSENT)).tolist():
-                    self._holes.append(RankHole(spec_group=known.group.index, rank=rank, object_idx=idx))
-                    state[idx] = _ABSENT
-            state[everywhere] = _PRESENT
-
     def _rule_out(self) -> _Known | None:
-        """Lower the bound below every absent object it needs; return the last sparse group that did so."""
+        """Lower the bound below every absent object that it needs.
+
+        Returns:
+            The window or state group that did so last, whose sentinels promise the most; ``None`` where a
+            downward-closed group did, or none.
+        """
         suspect = None
         settled = False
         while not settled and self._bound > self._device_prefix:
             settled = True
             for known in self._known:
-                absent = known.state.find(_ABSENT, *known.need(self._bound))
-                if absent >= 0:
+                absent = known.first_absent(*known.need(self._bound))
+                if absent is not None:
                     settled = False
                     self._bound = self._below(known, absent)
                     suspect = None if known in self._dense else known
@@ -311,21 +311,17 @@ class Lookup:
 
     def _proven(self) -> int:
         """Return the best boundary that the answers so far prove legal."""
-        present = []
-        for known in self._known:
-            held = np.frombuffer(known.state, np.uint8) == _PRESENT
-            held[: known.base] = True
-            present.append(held)
+        present = [known.present() for known in self._known]
         return max(self._device_prefix, longest_hit(self._layout, self._num_tokens, present))
+
+    def _full_run(self) -> int:
+        """Return the tokens up to the first object that a downward-closed group is known to lack."""
+        runs = []
+        for known in self._dense:
+            absent = known.first_absent(known.base, known.num_objects)
+            runs.append((known.num_objects if absent is None else absent) * known.group.object_size)
+        return min(runs, default=0)
 
 
 def _ask(known: _Known, objects: Sequence[int] | NDArray[np.int64]) -> Ask:
     return Ask(spec_group=known.group.index, rank=0, objects=np.asarray(objects, np.int64))
-
-
-def _write(states: bytearray, objects: NDArray[np.int64], values: bytes) -> None:
-    first, last = int(objects[0]), int(objects[-1])
-    if last - first + 1 == len(values):
-        states[first : last + 1] = values
-    else:
-        np.frombuffer(states, np.uint8)[objects] = np.frombuffer(values, np.uint8)

@@ -20,10 +20,10 @@ def needed_mask(group: SpecGroup, boundaries: NDArray[np.int64], objects: range)
     Returns:
         bool, shape (len(objects),), or ``None`` when every object is covered or the interval is empty.
     """
-    size, count = group.object_size, len(objects)
-    starts, stops = group.spec.needed_bounds(boundaries, group.lookahead)
-    first = np.clip(starts // size - objects.start, 0, count)
-    last = np.clip(-(-stops // size) - objects.start, 0, count)
+    count = len(objects)
+    starts, stops = group.needed_object_bounds(boundaries)
+    first = np.clip(starts - objects.start, 0, count)
+    last = np.clip(stops - objects.start, 0, count)
     opened = np.bincount(first, minlength=count + 1) - np.bincount(last, minlength=count + 1)
     mask: NDArray[np.bool_] = np.cumsum(opened[:count]) > 0
     return None if mask.all() else mask

@@ -36,8 +36,7 @@ def longest_hit(layout: Layout, num_tokens: int, present: Sequence[NDArray[np.bo
     candidates = lookup_candidates(layout, num_tokens)
     legal = np.ones(len(candidates), dtype=np.bool_)
     for group, held in zip(layout.spec_groups, present, strict=True):
-        starts, stops = group.spec.needed_bounds(candidates, group.lookahead)
-        first, end = starts // group.object_size, -(-stops // group.object_size)
+        first, end = group.needed_object_bounds(candidates)
         absent_before = np.concatenate(([0], np.cumsum(~held)))
         legal &= absent_before[end] == absent_before[first]
     hits = candidates[legal]

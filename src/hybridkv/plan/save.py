@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.plan.boundaries import Retention, kept_boundaries, open_ended_boundaries
+from hybridkv.errors import ConfigError
+from hybridkv.plan.boundaries import (
+    Retention,
+    check_retention,
+    kept_boundaries,
+    open_ended_boundaries,
+)
 from hybridkv.plan.masks import Mask, needed_mask
 from hybridkv.specs.layout import Layout
 
@@ -31,8 +37,8 @@ class GroupSave:
 
 def plan_save(
     layout: Layout,
-    retention: Retention,
     *,
+    retention: Retention,
     start: int,
     stop: int,
     num_tokens: int | None,
@@ -45,15 +51,21 @@ def plan_save(
 
     Args:
         layout: of the model.
-        retention: already checked against the layout.
+        retention: which candidates to keep beside the ends.
         start: tokens that were computed before, >= 0.
         stop: tokens computed now, >= start.
-        num_tokens: N, the prompt's length; ``None`` while unknown.
+        num_tokens: N, the prompt's length, >= stop; ``None`` while unknown.
         junction: leading tokens known to be shared with other prompts; 0 = none.
 
     Returns:
         One entry a spec group.
+
+    Raises:
+        ConfigError: the retention does not fit the layout, or not 0 <= start <= stop <= N.
     """
+    check_retention(retention, layout)
+    if not 0 <= start <= stop <= (stop if num_tokens is None else num_tokens):
+        raise ConfigError(f"a save of tokens {start} to {stop} of {num_tokens}; give 0 <= start <= stop <= N")
     if num_tokens is None:
         boundaries = open_ended_boundaries(layout, retention, stop)
     else:

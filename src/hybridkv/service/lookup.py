@@ -1,25 +1,28 @@
-"""Runs lookups against a store: at most two calls in flight, bounded batches, a deadline.
+"""Runs lookups against a store: two calls in flight at most, bounded batches, a deadline.
 
 This is the place where a store that fails or is late becomes a shorter hit: counted and logged, never raised.
 """
 
 import logging
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import islice
+from threading import Lock
 
 from hybridkv.clock import Clock, MonotonicClock
-from hybridkv.errors import StoreError
+from hybridkv.errors import StoreClosedError, StoreError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.lookup import Ask, Lookup, LookupResult
-from hybridkv.specs.layout import Layout
 from hybridkv.stores.base import Store
+from hybridkv.transfer.threads import DaemonThreads
 
 MAX_KEYS = 4096
 """Keys in one call at most: beyond it a call gains nothing and only blocks for longer."""
 MAX_CALLS = 2
-"""Calls in flight at most."""
+"""Calls that one lookup has in flight at most."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,31 +53,47 @@ class LookupOutcome:
     calls: int
 
 
-class LookupDriver:
-    """Looks prompts up in a store. Safe to use from several threads; they share the calls in flight.
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One lookup on its way."""
 
-    Without a deadline, a step of one batch runs on the calling thread; all other batches run on two threads.
+    search: Lookup
+    blob: bytes
+    deadline_s: float | None
+    calls: int = 0
+
+    def learn(self, batch: list[Ask], answers: list[bool]) -> None:
+        start = 0
+        for ask in batch:
+            self.search.learn(ask, answers[start : start + len(ask.objects)])
+            start += len(ask.objects)
+
+
+class LookupDriver:
+    """Looks prompts up in a store. Safe to use from several threads.
+
+    Without a deadline, a step of one batch runs on the calling thread. All other batches run on two threads
+    that the lookups share: while a store call hangs there, lookups with a deadline end as misses.
 
     Args:
         store: asked with ``contains``; owned by the caller.
-        scheme: makes the keys.
-        layout: the layout that the scheme was made for.
+        scheme: makes the keys; its layout is the one that is searched.
         max_keys: keys in one call at most, >= 1.
-        clock: tells when a deadline has passed.
+        clock: tells whether a deadline has passed; a wait for the store takes real time.
+
+    Attributes:
+        endings: how many lookups ended in which way.
     """
 
     def __init__(
-        self,
-        store: Store,
-        scheme: KeyScheme,
-        layout: Layout,
-        *,
-        max_keys: int = MAX_KEYS,
-        clock: Clock | None = None,
+        self, store: Store, scheme: KeyScheme, *, max_keys: int = MAX_KEYS, clock: Clock | None = None
     ) -> None:
-        self._store, self._scheme, self._layout, self._max_keys = store, scheme, layout, max_keys
+        self._store, self._scheme, self._max_keys = store, scheme, max_keys
         self._clock = MonotonicClock() if clock is None else clock
-        self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="hybridkv-lookup")
+        self._threads = DaemonThreads(MAX_CALLS, "hybridkv-lookup")
+        self._lock = Lock()
+        self._closed = False
+        self.endings: Counter[Ending] = Counter()
 
     def lookup(
         self, num_tokens: int, blob: bytes, *, device_prefix: int = 0, timeout_s: float | None = None
@@ -86,53 +105,66 @@ class LookupDriver:
             blob: its block hashes, one a complete hash unit.
             device_prefix: tokens that the device holds.
             timeout_s: when to end with what is proven; ``None`` = never.
+
+        Raises:
+            StoreClosedError: the driver is closed.
         """
-        search = Lookup(self._layout, num_tokens, device_prefix=device_prefix)
-        deadline_s = None if timeout_s is None else self._clock.now_s() + timeout_s
-        calls, ending = 0, Ending.EXACT
+        if self._closed:
+            raise StoreClosedError("the lookup driver is closed")
+        run = _Run(
+            search=Lookup(self._scheme.layout, num_tokens, device_prefix=device_prefix),
+            blob=blob,
+            deadline_s=None if timeout_s is None else self._clock.now_s() + timeout_s,
+        )
+        ending = Ending.EXACT
         try:
-            for asks in search.steps():
-                batches = _batches(asks, self._max_keys)
-                calls += len(batches)
-                if len(batches) == 1 and deadline_s is None:
-                    _learn(search, batches[0], self._call(batches[0], blob))
-                elif not self._send(batches, blob, search, deadline_s):
+            for asks in run.search.steps():
+                if not self._send(run, _batches(asks, self._max_keys)):
                     ending = Ending.DEADLINE
                     break
         except StoreError as error:
             _log.warning("a lookup ended early: %s", error)
             ending = Ending.FAILED
-        return LookupOutcome(result=search.result(), ending=ending, calls=calls)
+        with self._lock:
+            self.endings[ending] += 1
+        return LookupOutcome(result=run.search.result(), ending=ending, calls=run.calls)
 
     def close(self) -> None:
-        """End the threads; a call that hangs in the store is left behind. A second call does nothing."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads, once no lookup runs; waits for no hanging call. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._threads.close()
 
-    def _call(self, batch: list[Ask], blob: bytes) -> list[bool]:
-        keys: list[str] = []
-        for ask in batch:
-            keys += self._scheme.keys(ask.spec_group, ask.rank, ask.objects, blob)
-        return self._store.contains(keys)
-
-    def _send(self, batches: list[list[Ask]], blob: bytes, search: Lookup, deadline_s: float | None) -> bool:
-        """Send batches and learn their answers as they come; return whether that was done in time."""
+    def _send(self, run: _Run, batches: list[list[Ask]]) -> bool:
+        """Send the batches of a step and learn the answers; return whether all came in time."""
+        if len(batches) == 1 and run.deadline_s is None:
+            run.calls += 1
+            run.learn(batches[0], self._call(run.blob, batches[0]))
+            return True
         waiting, flying = iter(batches), dict[Future[list[bool]], list[Ask]]()
         try:
             while True:
-                left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+                left_s = None if run.deadline_s is None else run.deadline_s - self._clock.now_s()
                 late = left_s is not None and left_s <= 0
                 for batch in () if late else islice(waiting, MAX_CALLS - len(flying)):
-                    flying[self._threads.submit(self._call, batch, blob)] = batch
+                    run.calls += 1
+                    flying[self._threads.submit(partial(self._call, run.blob, batch))] = batch
                 if not flying:
                     return next(waiting, None) is None
                 done, _ = wait(flying, timeout=left_s, return_when=FIRST_COMPLETED)
                 if not done:
                     return False
                 for future in done:
-                    _learn(search, flying.pop(future), future.result())
+                    run.learn(flying.pop(future), future.result())
         finally:
             for future in flying:
                 future.cancel()
+
+    def _call(self, blob: bytes, batch: list[Ask]) -> list[bool]:
+        keys: list[str] = []
+        for ask in batch:
+            keys += self._scheme.keys(ask.spec_group, ask.rank, ask.objects, blob)
+        return self._store.contains(keys)
 
 
 def _batches(asks: list[Ask], most: int) -> list[list[Ask]]:
@@ -151,10 +183,3 @@ def _batches(asks: list[Ask], most: int) -> list[list[Ask]]:
             batches[-1].append(piece)
             room -= len(piece.objects)
     return batches
-
-
-def _learn(search: Lookup, batch: list[Ask], answers: list[bool]) -> None:
-    start = 0
-    for ask in batch:
-        search.learn(ask, answers[start : start + len(ask.objects)])
-        start += len(ask.objects)

@@ -1,9 +1,10 @@
-"""The demonstration: one small multi-turn trace, three models, a prefix-only cache beside hybridkv."""
+"""The demonstration: one chat trace, three models, a prefix-only cache beside hybridkv at equal capacity."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from hybridkv.plan.boundaries import Retention
@@ -16,66 +17,87 @@ from hybridkv.specs.layout import Layout
 from hybridkv.specs.layout_file import find_layout
 from hybridkv.units import format_bytes
 
-MODELS = ("gpt-oss-120b", "gemma-3-27b", "qwen3-next-80b")
+MODELS = ("gpt-oss-120b", "qwen3-next-80b", "deepseek-v4")
 SCALE = Fraction(1, 256)
+CAPACITY_SHARE = 8
+
+_CACHES: tuple[tuple[str, Retention], ...] = (
+    ("prefix-only", "all"),
+    ("hybridkv, retention all", "all"),
+    ("hybridkv, retention 0", 0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoRow:
     """One cache on one model's layout."""
 
-    model: str
     cache: str
+    capacity_bytes: int
     report: ReplayReport
 
 
 def prefix_only(layout: Layout) -> Layout:
     """Return the layout as a prefix-only cache treats it: every group as if it read the whole prefix."""
     groups = [
-        replace(group, spec=Full(block_size=group.spec.block_size), shards=1, lookahead=0)
-        for group in layout.groups
+        replace(group, spec=Full(block_size=group.spec.block_size), shards=1) for group in layout.groups
     ]
     return replace(layout, groups=tuple(groups))
 
 
-def demo_trace() -> tuple[TraceRequest, ...]:
-    """Return the demo's requests."""
-    return generate_trace(seed=7, num_sessions=12)
+def run_demo() -> Iterator[DemoRow]:
+    """Replay one trace for each model and cache, with real bytes, yielding a row as it is done.
 
-
-def run_demo(requests: Sequence[TraceRequest], store_uri: str) -> Iterator[DemoRow]:
-    """Replay the trace with real bytes for each model and cache, yielding a row as it is done."""
-    caches: list[tuple[str, Retention]] = [("prefix-only", "all"), ("hybridkv", "all"), ("hybridkv", 0)]
+    Every cache of a model has an eighth of what the prefix-only one would write into an unbounded store.
+    """
+    requests = generate_trace(seed=7, num_sessions=40, num_apps=4)
     for model in MODELS:
         layout = find_layout(model)
-        for cache, retention in caches:
-            settings = ReplaySettings(
-                layout=prefix_only(layout) if cache == "prefix-only" else layout,
-                store_uri=store_uri,
-                retention=retention,
-                tails="continued",
-                move_bytes=True,
-                payload_scale=SCALE,
-            )
-            label = cache if cache == "prefix-only" else f"{cache}, retention {retention}"
-            yield DemoRow(model=model, cache=label, report=Replay(settings).run(requests))
+        unbounded = _replay(prefix_only(layout), requests, "memory://", "all", move_bytes=False)
+        capacity_bytes = unbounded.stored_bytes // CAPACITY_SHARE
+        for cache, retention in _CACHES:
+            kept = prefix_only(layout) if cache == "prefix-only" else layout
+            uri = f"memory://?capacity={capacity_bytes}"
+            report = _replay(kept, requests, uri, retention, move_bytes=True)
+            yield DemoRow(cache=cache, capacity_bytes=capacity_bytes, report=report)
 
 
-def demo_table(rows: Sequence[DemoRow]) -> Table:
-    """Return the rows as a table for a terminal."""
-    table = Table("model", "cache", title="One chat trace, real bytes, every loaded block verified")
-    for title in ("prompt tokens", "hit", "stored", "loaded", "keys asked / request"):
+def _replay(
+    layout: Layout, requests: Sequence[TraceRequest], uri: str, retention: Retention, *, move_bytes: bool
+) -> ReplayReport:
+    settings = ReplaySettings(
+        layout=layout,
+        store_uri=uri,
+        retention=retention,
+        tails="continued",
+        move_bytes=move_bytes,
+        payload_scale=SCALE,
+    )
+    return Replay(settings).run(requests)
+
+
+def demo_table(rows: Sequence[DemoRow]) -> RenderableType:
+    """Return the rows as a table for a terminal, with what it shows."""
+    table = Table("model and capacity", "cache")
+    for title in ("hit", "written", "loaded", "keys asked"):
         table.add_column(title, justify="right")
-    for row in rows:
-        report = row.report
+    for idx, row in enumerate(rows):
+        report, place = row.report, idx % len(_CACHES)
         table.add_row(
-            row.model,
+            (report.model, format_bytes(row.capacity_bytes), "")[place],
             row.cache,
-            f"{report.prompt_tokens:,}",
             f"{report.hit_rate:.1%}",
             format_bytes(report.stored_bytes),
             format_bytes(sum(group.loaded_bytes for group in report.groups)),
-            f"{report.keys_asked / report.requests:,.0f}",
-            end_section=row.cache.endswith(" 0"),
+            f"{report.keys_asked / report.requests:,.0f} a request",
+            end_section=place == len(_CACHES) - 1,
         )
-    return table
+    report = rows[0].report
+    return Group(
+        f"{report.requests} requests of a generated chat, {report.prompt_tokens:,} prompt tokens, real bytes",
+        f"at {SCALE} of their size, every loaded object verified; one capacity per model.",
+        table,
+        "hit: share of the prompt tokens that need no prefill",
+        "prefix-only: keeps, asks and loads every layer as if it were full attention",
+        "retention all: every boundary can be resumed; 0: only ends of prompts and where they branch",
+    )

@@ -5,16 +5,21 @@ device is empty (p0 = 0). What the first requests leave in the store is what lat
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, lcm
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, CorruptPayloadError, StoreUnavailableError
-from hybridkv.keys import KeyScheme, Manifest, Namespace, spec_group_of
-from hybridkv.plan.boundaries import Retention, check_retention, resend_boundary
+from hybridkv.keys import KeyScheme, Namespace, spec_group_of
+from hybridkv.plan.boundaries import (
+    Retention,
+    check_retention,
+    largest_candidate,
+    resend_boundary,
+)
 from hybridkv.plan.save import GroupSave, plan_save
 from hybridkv.service.lookup import Ending, LookupDriver
 from hybridkv.sim.naming import NAME_BYTES, NamedPrompt, Tails, UnitNamer
@@ -75,23 +80,28 @@ class Replay:
     def __init__(self, settings: ReplaySettings) -> None:
         self._settings = settings
         self._layout = layout = settings.layout
+        dense = tuple(group for group in layout.groups if group.spec.downward_closed)
+        self._full_attention = replace(layout, groups=dense) if dense else layout
         self._object_bytes = [ceil(g.object_bytes * settings.payload_scale) for g in layout.spec_groups]
         self._namer = UnitNamer(settings.tails, layout.hash_unit)
-        manifest = Manifest.of(Namespace(model_version=f"trace/{layout.name}"), layout)
-        self._scheme = KeyScheme(manifest, layout, digest_bytes=NAME_BYTES)
+        namespace = Namespace(model_version=f"trace/{layout.name}")
+        self._scheme = KeyScheme(namespace, layout, digest_bytes=NAME_BYTES)
         self._store, self._payloads = self._open(settings.store_uri)
-        self._driver = LookupDriver(self._store, self._scheme, layout, max_keys=_MAX_KEYS)
+        self._driver = LookupDriver(self._store, self._scheme, max_keys=_MAX_KEYS)
         self.report = self._empty_report()
 
     def _open(self, text: str) -> tuple[Store, Payloads]:
         uri, largest = parse_store_uri(text), max(self._object_bytes)
         if uri.scheme != "memory":
+            store = open_store(text)
             if not self._settings.move_bytes:
+                store.close()
                 raise ConfigError(
                     f"a replay without bytes needs a memory:// store, not {uri.scheme}://; add --bytes"
                 )
-            store = open_store(text)
             return store, PatternBytes(store, largest)
+        if self._settings.move_bytes and "capacity" not in uri.query:
+            raise ConfigError("a replay with bytes needs a bounded store; write memory://?capacity=2GiB")
         memory = open_memory(uri, keep_payloads=self._settings.move_bytes, on_evict=self._count_evictions)
         capacity = memory.stats().capacity_bytes
         if capacity is not None and capacity < largest:
@@ -149,7 +159,7 @@ class Replay:
         for start, stop in self._steps(hit, num_tokens):
             plans = plan_save(
                 self._layout,
-                self._settings.retention,
+                retention=self._settings.retention,
                 start=start,
                 stop=stop,
                 num_tokens=num_tokens,
@@ -162,9 +172,8 @@ class Replay:
         report.round_trips += outcome.calls
         report.prompt_tokens += num_tokens
         report.hit_tokens += hit
-        report.full_attention_hit_tokens += self._full_attention_hit(prompt, num_tokens)
-        aligned = min(prompt.shared - self._layout.margin, num_tokens - 1) // self._layout.alignment
-        report.unbounded_hit_tokens += max(0, aligned) * self._layout.alignment
+        report.full_attention_hit_tokens += _most_hit(self._full_attention, prompt, num_tokens)
+        report.unbounded_hit_tokens += _most_hit(self._layout, prompt, num_tokens)
 
     def _load(self, prompt: NamedPrompt, loads: Sequence[range]) -> None:
         for group, objects in zip(self._layout.spec_groups, loads, strict=True):
@@ -212,13 +221,13 @@ class Replay:
                 counts.saved_bytes += stored * object_bytes
                 counts.refused_objects += len(results) - stored - results.count(PutResult.ALREADY)
 
-    def _full_attention_hit(self, prompt: NamedPrompt, num_tokens: int) -> int:
-        groups = [g for g in self._layout.spec_groups if g.spec.downward_closed] or self._layout.spec_groups
-        align = lcm(*(group.object_size for group in groups))
-        return min(prompt.shared, num_tokens - 1) // align * align
-
     def _count_evictions(self, evicted: Sequence[tuple[str, int]]) -> None:
         for key, num_bytes in evicted:
             counts = self.report.groups[spec_group_of(key)]
             counts.evicted_objects += 1
             counts.evicted_bytes += num_bytes
+
+
+def _most_hit(layout: Layout, prompt: NamedPrompt, num_tokens: int) -> int:
+    """Return what an unbounded store with retention ``all`` would hit, by what the prompt shares."""
+    return min(largest_candidate(layout, prompt.shared), resend_boundary(layout, num_tokens))

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from hybridkv.plan.boundaries import Retention
 from hybridkv.units import format_bytes
@@ -74,11 +74,19 @@ class ReplayReport:
 
     def render(self) -> RenderableType:
         """Return tables for a terminal."""
-        rows = Table(show_header=False, box=None, padding=(0, 2))
+        rows = Table("what", Column("value", overflow="fold"), show_header=False, box=None, padding=(0, 2))
         for name, value in self._summary():
             rows.add_row(name, value)
         groups = Table("spec group", box=None, padding=(0, 2))
-        for title in ("saved", "bytes", "loaded", "bytes", "evicted", "bytes", "refused"):
+        for title in (
+            "saved",
+            "saved bytes",
+            "loaded",
+            "loaded bytes",
+            "evicted",
+            "evicted bytes",
+            "refused",
+        ):
             groups.add_column(title, justify="right")
         for group in self.groups:
             evicted = (
@@ -121,8 +129,8 @@ class ReplayReport:
             ("requests", f"{self.requests:,}"),
             ("prompt tokens", f"{self.prompt_tokens:,}"),
             ("hit tokens", share(self.hit_tokens)),
-            ("  full attention alone, unbounded", share(self.full_attention_hit_tokens)),
-            ("  retention all, unbounded", share(self.unbounded_hit_tokens)),
+            ("  limit: full attention alone, unbounded", share(self.full_attention_hit_tokens)),
+            ("  limit: retention all, unbounded", share(self.unbounded_hit_tokens)),
             ("keys asked", self._asked()),
         ]
         if self.skipped_lines:

@@ -17,6 +17,16 @@ Positions = TypeVar("Positions", int, NDArray[np.int64])
 """One token position or an array of them: rules are plain arithmetic that works on both."""
 
 
+def require_int(owner: str, field: str, value: object, at_least: int) -> None:
+    """Refuse a field that is no integer >= ``at_least``.
+
+    Raises:
+        SpecError: naming owner, field and value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise SpecError(f"{owner}: {field} is {value!r}; give an integer >= {at_least}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec(ABC):
     """A kind of attention with its sizes.
@@ -40,9 +50,7 @@ class CacheSpec(ABC):
         self._require("block_size", at_least=1)
 
     def _require(self, field: str, *, at_least: int) -> None:
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise SpecError(f"{self.kind}: {field} is {value!r}; give an integer >= {at_least}")
+        require_int(self.kind, field, getattr(self, field), at_least)
 
     @abstractmethod
     def oldest_needed(self, prefix: Positions) -> Positions:

@@ -1,10 +1,13 @@
 """Cache groups, as the engine has them, and spec groups, as hybridkv plans them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.errors import SpecError
-from hybridkv.specs.base import CacheSpec
+from hybridkv.specs.base import CacheSpec, require_int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,11 @@ class CacheGroup:
             ("lookahead", 0),
             ("blocks_per_object", 1),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"group {self.name!r}: {name} is {value!r}; give an integer >= {least}")
+            require_int(f"group {self.name!r}", name, getattr(self, name), least)
+        if not isinstance(self.prefix_cacheable, bool):
+            raise SpecError(
+                f"group {self.name!r}: prefix_cacheable is {self.prefix_cacheable!r}; give true or false"
+            )
         if self.blocks_per_object > 1 and not self.spec.downward_closed:
             raise SpecError(
                 f"group {self.name!r}: blocks_per_object is {self.blocks_per_object} on kind "
@@ -69,7 +74,7 @@ class SpecGroup:
 
     Attributes:
         index: position in ``Layout.spec_groups``, part of every key.
-        name: of the first member, and how many more there are.
+        name: of the first member, and how many there are.
         spec: shared by all members.
         lookahead: tokens, shared by all members.
         blocks_per_object: k, shared by all members.
@@ -85,7 +90,7 @@ class SpecGroup:
     blocks_per_object: int
     cache_groups: tuple[int, ...]
     num_ranks: int
-    object_bytes: int = field(compare=False)
+    object_bytes: int
 
     @cached_property
     def object_size(self) -> int:
@@ -97,6 +102,20 @@ class SpecGroup:
         """Tokens past a boundary that must be complete for it: the lookahead in whole objects."""
         ahead = self.needed_objects(self.object_size, self.lookahead).stop * self.object_size
         return max(0, ahead - self.object_size)
+
+    def needed_object_bounds(
+        self, prefixes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return start and stop of ``needed_objects`` for many prefixes at once, lookahead included.
+
+        Args:
+            prefixes: int64, shape (n,), each a multiple of ``object_size`` and > 0.
+
+        Returns:
+            Two int64 arrays of shape (n,); where nothing is needed, they are equal.
+        """
+        starts, stops = self.spec.needed_bounds(prefixes, self.lookahead)
+        return starts // self.object_size, -(-stops // self.object_size)
 
     def needed_objects(self, prefix: int, lookahead: int) -> range:
         """Return the objects that cover ``spec.needed(prefix, lookahead)``, as a half-open range."""

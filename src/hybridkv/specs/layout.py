@@ -6,6 +6,7 @@ from functools import cached_property
 from math import gcd, lcm
 
 from hybridkv.errors import SpecError
+from hybridkv.specs.base import require_int
 from hybridkv.specs.group import CacheGroup, SpecGroup
 
 
@@ -38,9 +39,7 @@ class Layout:
         if twins := {name for name in names if names.count(name) > 1}:
             raise SpecError(f"layout {self.name!r}: group name {min(twins)!r} stands twice; rename one")
         for field, least in (("hash_unit", 0), ("tp", 1)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"layout {self.name!r}: {field} is {value!r}; give an integer >= {least}")
+            require_int(f"layout {self.name!r}", field, getattr(self, field), least)
         if self.hash_unit == 0:
             object.__setattr__(self, "hash_unit", gcd(*(group.spec.block_size for group in cacheable)))
         for group in cacheable:
@@ -73,7 +72,7 @@ class Layout:
             )
         return SpecGroup(
             index=index,
-            name=first.name if len(groups) == 1 else f"{first.name} and {len(groups) - 1} more",
+            name=first.name if len(groups) == 1 else f"{first.name} x{len(groups)}",
             spec=first.spec,
             lookahead=first.lookahead,
             blocks_per_object=first.blocks_per_object,

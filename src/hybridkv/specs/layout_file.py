@@ -20,12 +20,12 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from importlib.resources import files
 from pathlib import Path
 
 from hybridkv.errors import ConfigError, SpecError
-from hybridkv.specs.base import CacheSpec
+from hybridkv.specs.base import require_int
 from hybridkv.specs.group import CacheGroup
 from hybridkv.specs.layout import Layout
 from hybridkv.specs.table import spec_class
@@ -33,15 +33,7 @@ from hybridkv.suggest import nearest
 
 _LAYOUT_FIELDS = ("name", "source", "hash_unit", "groups")
 _HEADS = ("kv_heads", "head_dim", "dtype_bytes")
-_GROUP_FIELDS = (
-    "name",
-    "layers",
-    "layer_block_bytes",
-    "shards",
-    "lookahead",
-    "blocks_per_object",
-    "prefix_cacheable",
-)
+_GROUP_FIELDS = tuple(field.name for field in fields(CacheGroup) if field.name != "spec")
 
 _MODELS = files("hybridkv.specs") / "models"
 
@@ -62,8 +54,8 @@ def find_layout(name_or_path: str) -> Layout:
     path = Path(name_or_path)
     if not path.is_file():
         raise ConfigError(
-            f"model {name_or_path!r} is neither a layout file nor built in"
-            f"{nearest(name_or_path, catalogue())}; built in: {', '.join(catalogue())}"
+            f"model {name_or_path!r} is neither a layout file nor built in ({', '.join(catalogue())})"
+            f"{nearest(name_or_path, catalogue())}"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -83,66 +75,68 @@ def parse_layout(text: str, where: str) -> Layout:
         ConfigError: the text is not a layout.
     """
     try:
-        raw = tomllib.loads(text)
-        _known(raw, _LAYOUT_FIELDS, where)
-        groups = raw.get("groups")
-        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise ConfigError(f"{where}: no [[groups]]; give one table a cache group")
-        for field in ("name", "source"):
-            if not isinstance(raw.get(field, ""), str):
-                raise ConfigError(f"{where}: {field} is {raw[field]!r}; give a text")
-        return Layout(
-            name=raw.get("name", Path(where).stem),
-            groups=tuple(_group(group, f"{where}: groups[{idx}]") for idx, group in enumerate(groups)),
-            hash_unit=raw.get("hash_unit", 0),
-            source=raw.get("source", ""),
-        )
+        return _layout(tomllib.loads(text), Path(where).stem)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: not TOML: {error}") from None
     except SpecError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _layout(raw: dict[str, object], stem: str) -> Layout:
+    _known(raw, _LAYOUT_FIELDS, "layout")
+    groups = raw.get("groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise SpecError("no [[groups]]; give one table a cache group")
+    for field in ("name", "source"):
+        if not isinstance(raw.get(field, ""), str):
+            raise SpecError(f"{field} is {raw[field]!r}; give a text")
+    return Layout(
+        name=str(raw.get("name", stem)),
+        groups=tuple(_group(group, f"groups[{idx}]") for idx, group in enumerate(groups)),
+        hash_unit=raw.get("hash_unit", 0),  # type: ignore[arg-type]  # checked by Layout
+        source=str(raw.get("source", "")),
+    )
+
+
 def _group(raw: Mapping[str, object], where: str) -> CacheGroup:
-    kind = raw.get("kind")
-    if not isinstance(kind, str):
-        raise ConfigError(f"{where}: kind is {kind!r}; give the name of a kind of attention")
-    spec_fields = [field.name for field in fields(spec_class(kind))]
-    _known(raw, ("kind", *_GROUP_FIELDS, *_HEADS, *spec_fields), where)
-    if "block_size" not in raw:
-        raise ConfigError(f"{where}: block_size is missing")
-    values = {field: raw[field] for field in _GROUP_FIELDS if field in raw}
-    name = values.setdefault("name", kind)
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: name is {name!r}; give a text")
-    if given := [field for field in _HEADS if field in raw]:
-        if len(given) < len(_HEADS) or "layer_block_bytes" in raw or "shards" in raw:
-            raise ConfigError(
-                f"{where}: give all of {', '.join(_HEADS)}, or else layer_block_bytes and shards, not a mix"
-            )
-        heads, head_dim, dtype_bytes = (_count(raw, field, where) for field in _HEADS)
-        block_size = _count(raw, "block_size", where)
-        values["layer_block_bytes"] = 2 * heads * head_dim * dtype_bytes * block_size
-        values["shards"] = heads
-    return CacheGroup(spec=_spec(kind, raw, spec_fields, where), **values)  # type: ignore[arg-type]
-
-
-def _spec(kind: str, raw: Mapping[str, object], spec_fields: list[str], where: str) -> CacheSpec:
+    kind, name = raw.get("kind"), raw.get("name", raw.get("kind"))
+    for field, value in (("kind", kind), ("name", name)):
+        if not isinstance(value, str):
+            raise SpecError(f"{where}: {field} is {value!r}; give a text")
     try:
-        return spec_class(kind)(**{field: raw[field] for field in spec_fields if field in raw})  # type: ignore[arg-type]
-    except TypeError:
-        missing = [field for field in spec_fields if field not in raw and field != "extra"]
-        raise ConfigError(f"{where}: {', '.join(missing)} is missing for kind {kind!r}") from None
+        spec_type = spec_class(str(kind))
+        _known(raw, ("kind", *_GROUP_FIELDS, *_HEADS, *(field.name for field in fields(spec_type))), where)
+        spec_values = {field.name: _given(raw, field, where) for field in fields(spec_type)}
+        values = {"name": name, **{field: raw[field] for field in _GROUP_FIELDS if field in raw}}
+        return CacheGroup(spec=spec_type(**spec_values), **{**values, **_sizes(raw, where)})  # type: ignore[arg-type]
+    except SpecError as error:
+        raise SpecError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
 
 
-def _count(raw: Mapping[str, object], field: str, where: str) -> int:
-    value = raw[field]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: {field} is {value!r}; give an integer >= 1")
-    return value
+def _given(raw: Mapping[str, object], field: Field[object], where: str) -> object:
+    if field.name not in raw and field.default is MISSING:
+        raise SpecError(f"{where}: {field.name} is missing for kind {raw['kind']!r}")
+    return raw.get(field.name, field.default)
+
+
+def _sizes(raw: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return the bytes of a layer's block and its shards, from the KV heads where those are given."""
+    if "layers" not in raw or ("layer_block_bytes" not in raw and not set(_HEADS) & raw.keys()):
+        raise SpecError(f"{where}: give layers, and {', '.join(_HEADS)} or layer_block_bytes")
+    if not set(_HEADS) & raw.keys():
+        return {}
+    if not set(_HEADS) <= raw.keys() or "layer_block_bytes" in raw or "shards" in raw:
+        raise SpecError(
+            f"{where}: give all of {', '.join(_HEADS)}, or layer_block_bytes and shards, not a mix"
+        )
+    product = 2
+    for field in (*_HEADS, "block_size"):
+        require_int(where, field, raw[field], 1)
+        product *= int(str(raw[field]))
+    return {"layer_block_bytes": product, "shards": raw["kv_heads"]}
 
 
 def _known(raw: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
     for field in raw:
         if field not in known:
-            raise ConfigError(f"{where}: field {field!r} is unknown{nearest(field, known)}")
+            raise SpecError(f"{where}: field {field!r} is unknown{nearest(field, known)}")

@@ -8,8 +8,8 @@ of 0 and 1 or null for "every object".
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,21 @@ from hybridkv.plan.masks import Mask
 from hybridkv.plan.presence import longest_hit, lookup_masks
 from hybridkv.plan.save import plan_save
 from hybridkv.specs.base import CacheSpec
-from hybridkv.specs.chunked_local import ChunkedLocal
-from hybridkv.specs.full import MLA, Full
 from hybridkv.specs.group import CacheGroup
 from hybridkv.specs.layout import Layout
-from hybridkv.specs.recurrent import Recurrent
-from hybridkv.specs.sliding_window import SlidingWindow
+from hybridkv.specs.table import spec_class
 
 Case = dict[str, Any]
 Check = tuple[str, object, object]
 """(what is checked, expected, found)"""
 
-_SPECS: dict[str, Callable[[Case], CacheSpec]] = {
-    "full": lambda g: Full(block_size=g["block_size"]),
-    "mla": lambda g: MLA(block_size=g["block_size"]),
-    "swa": lambda g: SlidingWindow(block_size=g["block_size"], window=g["window"], extra=g.get("extra", 0)),
-    "chunked_local": lambda g: ChunkedLocal(block_size=g["block_size"], chunk=g["chunk"]),
-    "recurrent": lambda g: Recurrent(block_size=g["block_size"]),
-}
-_SPECS["swa_mla"] = _SPECS["swa"]
+_KINDS = {"swa": "sliding_window", "swa_mla": "sliding_window"}
+
+
+def _spec(group: Case) -> CacheSpec:
+    name: str = group["kind"]
+    kind = spec_class(_KINDS.get(name, name))
+    return kind(**{field.name: group[field.name] for field in fields(kind) if field.name in group})
 
 
 @dataclass(slots=True)
@@ -63,7 +59,7 @@ class _Planned:
 
     def __init__(self, case: Case) -> None:
         groups = tuple(
-            CacheGroup(name=str(i), spec=_SPECS[g["kind"]](g), lookahead=g["lookahead"])
+            CacheGroup(name=str(i), spec=_spec(g), lookahead=g["lookahead"])
             for i, g in enumerate(case["groups"])
         )
         self.layout = Layout(name=f"case {case.get('id')}", groups=groups)
@@ -78,13 +74,15 @@ class _Planned:
         return [masks[i] for i in self.spec_group]
 
     def save(self, start: int, stop: int) -> list[str | None]:
-        plans = plan_save(self.layout, self.retention, start=start, stop=stop, num_tokens=self.num_tokens)
+        plans = plan_save(
+            self.layout, retention=self.retention, start=start, stop=stop, num_tokens=self.num_tokens
+        )
         return self.per_group([_text(plan.mask) for plan in plans])
 
     def stored(self, shared: int, num_tokens: int) -> list[NDArray[np.bool_]]:
         """What a saved prompt leaves for a prompt of ``num_tokens`` with ``shared`` leading tokens."""
         plans = plan_save(
-            self.layout, self.retention, start=0, stop=self.num_tokens, num_tokens=self.num_tokens
+            self.layout, retention=self.retention, start=0, stop=self.num_tokens, num_tokens=self.num_tokens
         )
         present = []
         for group, plan in zip(self.layout.spec_groups, plans, strict=True):
@@ -173,7 +171,10 @@ def main(arguments: list[str]) -> int:
     else:
         sys.stdout.write("".join(f"{line}\n" for line in first))
         sys.stdout.write(f"{report.checks:,} checks, {failed:,} failed\n")
-    return 1 if failed or not report.checks else 0
+    if not report.checks:
+        sys.stderr.write(f"{files[0]}: holds no case\n")
+        return 2
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
