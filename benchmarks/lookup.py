@@ -40,6 +40,7 @@ DIGEST_BYTES = 32
 CONTENTS = ("none", "all", "first half", "retention 0", "retention 0, fork", "31/32 on device")
 LENGTHS = {"short": (131_072,), "long": (8_192, 32_768, 131_072, 1_048_576)}
 PLOT_LENGTHS = tuple(1024 << i for i in range(11))
+TURN = 5
 MARKER = "<!-- table -->"
 Exists = Callable[[list[str]], list[int]]
 
@@ -126,7 +127,7 @@ class Bench:
             keys += save_keys(self.layout, self.scheme, 0, self.num_tokens, self.saved)
         return keys
 
-    def compare(self, contents: str, store: str, is_exist: Exists, repeats: int) -> Cell:
+    def compare(self, contents: str, store: str, is_exist: Exists, turns: int) -> Cell:
         """Look one prompt up on both sides, taking turns."""
         prompt = self.prompts[contents]
         hashes = blob_hashes(prompt.blob, DIGEST_BYTES)
@@ -136,10 +137,7 @@ class Bench:
             return driver.lookup(self.num_tokens, prompt.blob, device_prefix=prompt.device_prefix)
 
         outcome, peer_hit = ours(), self.peer.lookup(self.num_tokens, hashes, is_exist)
-        peer_ms, our_ms = [], []
-        for _ in range(repeats):
-            peer_ms.append(_timed(lambda: self.peer.lookup(self.num_tokens, hashes, is_exist)))
-            our_ms.append(_timed(ours))
+        peer_ms, our_ms = in_turns(lambda: self.peer.lookup(self.num_tokens, hashes, is_exist), ours, turns)
         driver.close()
         found = outcome.result
         ranks = [group.num_ranks for group in self.layout.spec_groups]
@@ -157,8 +155,8 @@ class Bench:
             proofs=candidates,
             spec_groups=len(ranks),
             round_trips=outcome.calls,
-            peer_ms=statistics.median(peer_ms),
-            ms=statistics.median(our_ms),
+            peer_ms=peer_ms,
+            ms=our_ms,
         )
 
 
@@ -175,7 +173,7 @@ def save_keys(
     ]
 
 
-def compare_saves(row: Row, num_tokens: int, repeats: int) -> Iterator[dict[str, object]]:
+def compare_saves(row: Row, num_tokens: int, turns: int) -> Iterator[dict[str, object]]:
     """Yield the cost of planning a save (masks and keys) on both sides, per retention."""
     bench = Bench(row, num_tokens)
     blob, hashes = bench.saved, _hashes(bench.saved)
@@ -188,19 +186,16 @@ def compare_saves(row: Row, num_tokens: int, repeats: int) -> Iterator[dict[str,
             return bench.peer.save_plan(num_tokens, hashes, retention, is_exist=everything)
 
         keys, peer_keys = len(ours()), len(peers())
-        peer_ms, our_ms = [], []
-        for _ in range(repeats):
-            peer_ms.append(_timed(peers))
-            our_ms.append(_timed(ours))
+        peer_ms, our_ms = in_turns(peers, ours, turns)
         yield {
             "row": row.title,
             "num_tokens": num_tokens,
             "retention": retention,
             "keys": keys,
             "peer_keys": peer_keys,
-            "peer_ms": statistics.median(peer_ms),
-            "ms": statistics.median(our_ms),
-            "ratio": statistics.median(peer_ms) / statistics.median(our_ms),
+            "peer_ms": peer_ms,
+            "ms": our_ms,
+            "ratio": peer_ms / our_ms,
         }
 
 
@@ -210,6 +205,16 @@ def _held(held: set[str], asked: list[str]) -> list[int]:
 
 def _hashes(blob: bytes) -> list[bytes]:
     return [blob[i : i + DIGEST_BYTES] for i in range(0, len(blob), DIGEST_BYTES)]
+
+
+def in_turns(peers: Callable[[], object], ours: Callable[[], object], turns: int) -> tuple[float, float]:
+    """Return both sides' median milliseconds; they take turns of ``TURN`` calls each."""
+    peer_ms: list[float] = []
+    our_ms: list[float] = []
+    for _ in range(turns):
+        peer_ms += [_timed(peers) for _ in range(TURN)]
+        our_ms += [_timed(ours) for _ in range(TURN)]
+    return statistics.median(peer_ms), statistics.median(our_ms)
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -232,10 +237,10 @@ def measure(
                 loaded = cluster.load(keys)
                 if loaded["failed"]:
                     raise RuntimeError(f"{loaded['failed']} of {len(keys)} keys could not be loaded")
-                repeats = 3 if length > 200_000 else 9
+                turns = 1 if length > 200_000 else 3
                 for name in contents:
-                    yield bench.compare(name, "set", partial(_held, held), repeats)
-                    yield bench.compare(name, "master", client.batch_is_exist, repeats)
+                    yield bench.compare(name, "set", partial(_held, held), turns)
+                    yield bench.compare(name, "master", client.batch_is_exist, turns)
                 cluster.clear()
     finally:
         client.close()
@@ -255,7 +260,7 @@ def main() -> int:
     settings = _settings()
     lengths = LENGTHS["long" if settings.long else "short"]
     cells: list[Cell] = []
-    saves = [cost for row in ROWS if row.tp == 1 for cost in compare_saves(row, 131_072, 15)]
+    saves = [cost for row in ROWS if row.tp == 1 for cost in compare_saves(row, 131_072, 5)]
     with loopback(4 << 30) as cluster:
         for cell in measure(ROWS, lengths, CONTENTS, cluster):
             cells.append(cell)
