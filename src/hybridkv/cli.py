@@ -1,13 +1,17 @@
 """The command line: ``hybridkv --help``."""
 
 import json
+import os
+import re
 import sys
+from contextlib import suppress
 from fractions import Fraction
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.progress import track
 from rich.table import Table
 
@@ -29,6 +33,7 @@ app = typer.Typer(
     help="KV cache outside the serving engine, for models that mix kinds of attention.",
 )
 
+MAX_MESSAGE_CHARS = 2000
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is standard output."),
@@ -57,10 +62,9 @@ def _retention(text: str) -> Retention:
 
 
 def _scale(text: str) -> Fraction:
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError(f"payload scale is {text!r}; give a fraction in (0, 1], such as 1/64") from None
+    if not re.fullmatch(r"[0-9]{1,12}([./][0-9]{1,12})?", text) or set(text.partition("/")[2]) == {"0"}:
+        raise ConfigError(f"payload scale is {text[:80]!r}; give a fraction in (0, 1], such as 1/64")
+    return Fraction(text)
 
 
 def _write_json(target: Path | None, data: object) -> None:
@@ -76,10 +80,11 @@ def _write_json(target: Path | None, data: object) -> None:
         raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from None
 
 
-def _show(renderable: object, json_file: Path | None) -> None:
-    """Print for people, unless standard output carries the JSON."""
+def _show(renderable: RenderableType, json_file: Path | None) -> None:
+    """Print for people, unless standard output carries the JSON; names are text, never markup."""
     if str(json_file) != "-":
-        Console(width=None if sys.stdout.isatty() else 120).print(renderable)
+        width = None if sys.stdout.isatty() else 120
+        Console(width=width, markup=False, highlight=False, emoji=False).print(renderable)
 
 
 @app.command(
@@ -171,7 +176,7 @@ def models(json_file: JsonFile = None) -> None:
                 format_bytes(group.object_bytes),
                 end_section=group is last,
             )
-    sources = [f"[bold]{layout.name}[/bold]: {layout.source}" for layout in layouts]
+    sources = [f"{layout.name}: {layout.source}" for layout in layouts]
     _show(Group(table, *sources), json_file)
     _write_json(
         json_file,
@@ -198,20 +203,37 @@ def models(json_file: JsonFile = None) -> None:
 
 
 def main() -> None:
-    """Run the command line: exit 0, 1 when something was found wrong, 2 on bad input."""
+    """Run the command line: exit 0, 1 when something was found wrong, 2 on bad input or output."""
+    _prepare_streams()
     try:
         app()
     except CorruptPayloadError as error:
-        _fail(error, 1)
+        _fail(str(error), 1)
     except HybridKVError as error:
-        _fail(error, 2)
+        _fail(str(error), 2)
     except MemoryError:
         _fail("out of memory; lower the store's capacity or the payload scale", 2)
+    except OSError as error:
+        _fail(f"output cannot be written: {error.strerror}", 2)
 
 
-def _fail(error: Exception | str, code: int) -> None:
-    line = " ".join(str(error).split())
-    sys.stderr.write(f"hybridkv: {line}\n")
+def _prepare_streams() -> None:
+    """Let closed streams swallow what is written, and names in any script pass any terminal."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for good
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    with suppress(OSError):
+        sys.stderr.write(f"hybridkv: {line[:MAX_MESSAGE_CHARS]}\n")
+        sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     sys.exit(code)
 
 

@@ -52,10 +52,21 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """What a manifest says of one spec group."""
+    """What a manifest says of one spec group.
+
+    Attributes:
+        kind: of attention.
+        spec: the kind's sizes.
+        members: layers x bytes of a layer's block, one for each cache group, in the order of the payload.
+        lookahead: tokens.
+        blocks_per_object: k.
+        object_bytes: payload of one object on one rank.
+        num_ranks: rank namespaces.
+    """
 
     kind: str
     spec: str
+    members: str
     lookahead: int
     blocks_per_object: int
     object_bytes: int
@@ -84,6 +95,10 @@ class Manifest:
                 GroupFacts(
                     kind=group.spec.kind,
                     spec=" ".join(f"{f.name}={getattr(group.spec, f.name)}" for f in fields(group.spec)),
+                    members=" ".join(
+                        f"{member.layers}x{member.layer_block_bytes}"
+                        for member in (layout.groups[idx] for idx in group.cache_groups)
+                    ),
                     lookahead=group.lookahead,
                     blocks_per_object=group.blocks_per_object,
                     object_bytes=group.object_bytes,
@@ -94,8 +109,12 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """Return the canonical text: sorted fields, ASCII, one line."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Return the canonical text: sorted fields, one line.
+
+        Raises:
+            KeySchemeError: a field is no valid Unicode.
+        """
+        return _canonical(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
@@ -110,7 +129,10 @@ class Manifest:
             raise KeySchemeError(f"manifest is not JSON: {error}") from None
         whole = _strict(cls, raw, "manifest")
         namespace = _strict(Namespace, whole["namespace"], "namespace")
-        namespace["state_dtypes"] = tuple(_listed(namespace["state_dtypes"], "namespace.state_dtypes"))
+        state_dtypes = _listed(namespace["state_dtypes"], "namespace.state_dtypes")
+        if not all(isinstance(dtype, str) for dtype in state_dtypes):
+            raise KeySchemeError("namespace.state_dtypes holds something else than texts")
+        namespace["state_dtypes"] = tuple(state_dtypes)
         groups = [
             _strict(GroupFacts, group, f"groups[{idx}]")
             for idx, group in enumerate(_listed(whole["groups"], "groups"))
@@ -118,8 +140,11 @@ class Manifest:
         whole["namespace"] = Namespace(**namespace)  # type: ignore[arg-type]
         whole["groups"] = tuple(GroupFacts(**group) for group in groups)  # type: ignore[arg-type]
         manifest = cls(**whole)  # type: ignore[arg-type]
-        if manifest.scheme != SCHEME:
-            raise KeySchemeError(f"manifest.scheme is {manifest.scheme!r}; this version reads {SCHEME!r}")
+        if (manifest.scheme, manifest.payload_version) != (SCHEME, PAYLOAD_VERSION):
+            raise KeySchemeError(
+                f"manifest.scheme is {manifest.scheme!r} with payload version {manifest.payload_version}; "
+                f"this version reads {SCHEME!r} with {PAYLOAD_VERSION}"
+            )
         return manifest
 
     @property
@@ -147,6 +172,15 @@ def _flat(value: object, path: str = "") -> dict[str, object]:
     return {name: leaf for sub, part in parts for name, leaf in _flat(part, sub).items()}
 
 
+def _canonical(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise KeySchemeError("names and versions must be valid Unicode, without lone surrogates") from None
+    return text
+
+
 def _listed(value: object, where: str) -> list[object]:
     if not isinstance(value, list):
         raise KeySchemeError(f"{where} is {type(value).__name__}, not a list")
@@ -165,6 +199,8 @@ def _strict(cls: type, raw: object, where: str) -> dict[str, object]:
             raise KeySchemeError(f"{where}.{name} is missing")
         if kind in (int, str) and type(raw[name]) is not kind:
             raise KeySchemeError(f"{where}.{name} is {raw[name]!r}, not {kind.__name__}")
+        if kind is int and raw[name] < 0:
+            raise KeySchemeError(f"{where}.{name} is {raw[name]}; no number of a manifest is below 0")
     return dict(raw)
 
 
@@ -186,8 +222,9 @@ class KeyScheme:
         self.manifest = Manifest.of(namespace, layout)
         self._digest_bytes = digest_bytes
         self._object_units = [group.object_size // layout.hash_unit for group in layout.spec_groups]
+        begin = f"{SCHEME}/{self.manifest.fingerprint}"
         self._prefixes = [
-            [f"{SCHEME}/{self.manifest.fingerprint}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
+            [f"{begin}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
             for group in layout.spec_groups
         ]
 
@@ -211,14 +248,15 @@ class KeyScheme:
             raise KeySchemeError(
                 f"{len(blob)} bytes are no whole number of block hashes of {self._digest_bytes}"
             )
-        chosen = np.arange(objects.start, objects.stop) if isinstance(objects, range) else objects
+        if isinstance(objects, range):
+            objects = np.arange(objects.start, objects.stop, objects.step, dtype=np.int64)
         digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, self._digest_bytes)
-        if int(chosen.max()) * units + units > len(digests) or int(chosen.min()) < 0:
+        if int(objects.max()) * units + units > len(digests) or int(objects.min()) < 0:
             raise KeySchemeError(
-                f"object {int(chosen.max())} of spec group {spec_group} reaches past the prompt's "
+                f"object {int(objects.max())} of spec group {spec_group} reaches past the prompt's "
                 f"{len(digests)} block hashes; only complete objects have a key"
             )
-        text = digests[chosen * units + units - 1].tobytes().hex()
+        text = digests[objects * units + units - 1].tobytes().hex()
         width = 2 * self._digest_bytes
         return [prefix + text[i : i + width] for i in range(0, len(text), width)]
 
@@ -246,6 +284,9 @@ class BlockHasher:
         salt: the tenant's salt; prompts of different salts share no hash.
         lora: name of the LoRA adapter; empty for the base model.
 
+    Raises:
+        KeySchemeError: the hash unit is below 1, or salt or LoRA name is no valid Unicode.
+
     Example:
         >>> hasher = BlockHasher(hash_unit=4)
         >>> blob = hasher.hash_tokens([1, 2, 3, 4, 5])
@@ -261,7 +302,7 @@ class BlockHasher:
         if hash_unit < 1:
             raise KeySchemeError(f"hash_unit is {hash_unit}; give an integer >= 1")
         self._hash_unit = hash_unit
-        domains = json.dumps([["root", SCHEME], ["salt", salt], ["lora", lora]])
+        domains = _canonical([["root", SCHEME], ["salt", salt], ["lora", lora]])
         self.root = hashlib.sha256(domains.encode()).digest()
 
     def hash_tokens(self, tokens: Sequence[int]) -> bytes:
@@ -274,10 +315,11 @@ class BlockHasher:
             KeySchemeError: a token id is out of range.
         """
         try:
-            raw = np.asarray(tokens, dtype=np.int64)
-        except (OverflowError, ValueError, TypeError):
-            raise KeySchemeError("token ids must be integers in [0, 2**32)") from None
-        if raw.ndim != 1 or (raw.size and (int(raw.min()) < 0 or int(raw.max()) >= 1 << 32)):
+            raw = np.asarray(tokens)
+        except ValueError:  # lists of unequal length
+            raw = np.zeros((1, 1))
+        is_flat = raw.ndim == 1 and (raw.dtype.kind in "iu" or not raw.size)
+        if not is_flat or (raw.size and (int(raw.min()) < 0 or int(raw.max()) >= 1 << 32)):
             raise KeySchemeError("token ids must be a flat list of integers in [0, 2**32)")
         data = memoryview(raw.astype("<u4").tobytes())
         step, parent, hashes = 4 * self._hash_unit, self.root, []

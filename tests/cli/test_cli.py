@@ -1,6 +1,7 @@
 """The command line as its users meet it: in a process of its own for the exit codes, else in this one."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,13 @@ BAD_ARGUMENTS = [
     ((*BASE, "--payload-scale", "1/0"), "payload scale is '1/0'"),
     ((*BASE, "--payload-scale", "nan"), "payload scale is 'nan'"),
     ((*BASE, "--payload-scale", "3"), "payload scale is 3"),
+    ((*BASE, "--payload-scale", "1e-99999999"), "payload scale is '1e-99999999'"),
+    ((*BASE, "--payload-scale", "0/0"), "payload scale is '0/0'"),
+    (("--model", "x" * 300), "neither a layout file"),
+    (
+        (*BASE, "--object-tokens", "65536", "--bytes", "--store", "memory://?capacity=1TiB"),
+        "too large to move",
+    ),
     ((*BASE, "--limit", "0"), "limit is 0"),
     ((*BASE, "--json", "no/such/folder/report.json"), "cannot be written"),
     ((*BASE, "--json", "."), "cannot be written"),
@@ -242,6 +250,41 @@ def test_a_file_that_is_no_trace_gets_one_line(run, tmp_path, content):
     assert code == 2
     assert error.startswith(f"hybridkv: {path}")
     assert error.count("\n") == 1
+
+
+def test_names_are_shown_as_text_never_as_markup(run, tmp_path, trace):
+    path = tmp_path / "[bold].toml"
+    path.write_text(
+        'name = "[/red] \\u00e9"\n[[groups]]\nkind = "full"\nname = "[/b]"\nblock_size = 16\nlayers = 1\n'
+        "layer_block_bytes = 1\n"
+    )
+    bad = tmp_path / "[b].jsonl"
+    bad.write_text(trace.read_text() + '{"timestamp": "[/red]"}\n')
+    code, text, error = run("replay", bad, "--model", path, "--skip-bad")
+    assert (code, error) == (0, "")
+    assert "[/red] \u00e9" in text
+    assert "[/b] (full)" in text
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"), [(">/dev/full", 2), (">&-", 0), (">/dev/full 2>&-", 2), ("2>/dev/full", 0)]
+)
+def test_an_output_that_cannot_be_written_leaves_no_traceback(redirection, code):
+    command = f"{sys.executable} -m hybridkv.cli models {redirection}"
+    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
+
+
+def test_a_terminal_that_knows_only_ascii_gets_escapes(tmp_path, trace):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "\u00e9"\n[[groups]]\nkind = "full"\nblock_size = 16\nlayers = 1\nlayer_block_bytes = 1'
+    )
+    command = [sys.executable, "-m", "hybridkv.cli", "replay", trace, "--model", path]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert "\\xe9" in done.stdout
 
 
 def test_a_directory_is_no_trace(run, tmp_path):

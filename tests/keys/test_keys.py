@@ -28,6 +28,15 @@ def scheme(layout=LAYOUT, digest_bytes=2):
     return KeyScheme(NAMESPACE, layout, digest_bytes=digest_bytes)
 
 
+def _resized(group, layers, layer_block_bytes):
+    """The same object bytes, put together otherwise."""
+    return replace(group, layers=layers, layer_block_bytes=layer_block_bytes)
+
+
+def _halves(group):
+    return replace(group, name="a", layers=20), replace(group, name="b", layers=23)
+
+
 @pytest.mark.parametrize("vector", GOLDEN["fingerprints"], ids=lambda v: v["model"])
 def test_fingerprints_never_change(vector):
     layout = find_layout(vector["model"]).with_tp(vector["tp"])
@@ -68,6 +77,14 @@ def test_objects_of_several_blocks_are_named_by_their_last_block():
     layout = LAYOUT.with_object_tokens(512)
     blob = bytes(range(256))
     assert scheme(layout).keys(0, 0, range(1), blob)[0].endswith("/feff")
+
+
+def test_a_range_may_have_a_step():
+    every, other = (
+        scheme().keys(3, 0, range(4), bytes(range(16))),
+        scheme().keys(3, 0, range(0, 4, 2), bytes(range(16))),
+    )
+    assert other == every[::2]
 
 
 @pytest.mark.parametrize("objects", [range(1, 3), np.array([-1])])
@@ -111,6 +128,8 @@ def test_every_field_of_a_namespace_separates(field):
         replace(LAYOUT, groups=LAYOUT.groups[:4]),
         replace(LAYOUT, groups=(replace(LAYOUT.groups[0], layers=44), *LAYOUT.groups[1:])),
         replace(LAYOUT, groups=(*LAYOUT.groups[1:], LAYOUT.groups[0])),
+        replace(LAYOUT, groups=(_resized(LAYOUT.groups[0], 86, 18_720), *LAYOUT.groups[1:])),
+        replace(LAYOUT, groups=(*_halves(LAYOUT.groups[0]), *LAYOUT.groups[1:])),
     ],
 )
 def test_every_difference_of_the_layout_separates(other):
@@ -161,6 +180,10 @@ def _changed(path, value):
         (_changed(["groups", 1, "object_byte"], 7), "did you mean 'object_bytes'"),
         (_changed(["hash_unit"], None), "manifest.hash_unit is missing"),
         (_changed(["scheme"], "hkv9"), "scheme is 'hkv9'"),
+        (_changed(["payload_version"], 999), "payload version 999"),
+        (_changed(["hash_unit"], -5), "hash_unit is -5"),
+        (_changed(["namespace", "state_dtypes"], [1]), "something else than texts"),
+        (_changed(["namespace", "state_dtypes"], json.loads("[" * 900 + "]" * 900)), "else than texts"),
     ],
 )
 def test_a_wrong_manifest_names_its_field(text, message):
@@ -197,10 +220,34 @@ def test_a_lora_named_like_a_salt_shares_nothing_with_it():
     assert len(roots) == 4
 
 
-@pytest.mark.parametrize("wrong", [[-1], [2**32], [[1, 2]], ["a"], [2**70]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [-1],
+        [2**32],
+        [[1, 2]],
+        ["a"],
+        [2**70],
+        [1.5],
+        ["1"],
+        [True],
+        [1j],
+        [[1], [1, 2]],
+        np.array([1.0, 2.0]),
+    ],
+)
 def test_only_token_ids_are_hashed(wrong):
     with pytest.raises(KeySchemeError, match="token ids"):
         BlockHasher(hash_unit=1).hash_tokens(wrong)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\ud800\udc00"])
+def test_lone_surrogates_name_nothing(text):
+    # The second one would spell U+10000 in JSON's escapes.
+    with pytest.raises(KeySchemeError, match="valid Unicode"):
+        BlockHasher(hash_unit=1, salt=text)
+    with pytest.raises(KeySchemeError, match="valid Unicode"):
+        _ = manifest(replace(NAMESPACE, model_version=text)).fingerprint
 
 
 def test_a_hash_unit_holds_at_least_one_token():

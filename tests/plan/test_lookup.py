@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, StoreError
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.lookup import PROOFS, SENTINELS, Ask, Lookup
 from hybridkv.plan.save import plan_save
@@ -252,6 +252,29 @@ def test_nothing_is_loaded_where_the_store_adds_nothing_to_an_unaligned_device_p
     layout = find_layout("gpt-oss-120b").with_object_tokens(256)
     result, _ = looked_up(layout, 1000, everywhere(layout, [set(), set()]), device_prefix=48)
     assert (result.hit, result.loads, sum(result.keys_useful)) == (48, (range(0), range(0)), 0)
+
+
+@pytest.mark.parametrize("answers", [[True], [True] * 26, [2] * 25, [-1] * 25, [None] * 25, ["1"] * 25, 25])
+def test_answers_that_are_no_bools_for_each_object_are_refused(answers):
+    search = Lookup(find_layout("llama-3.1-8b"), 16_000)
+    ((ask,),) = islice(search.steps(), 1)
+    assert len(ask.objects) == 25
+    with pytest.raises(StoreError, match="one bool each"):
+        search.learn(ask, answers)
+    assert search.result().hit == 0
+
+
+def test_the_junction_reaches_as_far_as_the_matched_run_whatever_the_lookahead():
+    groups = (
+        CacheGroup(name="f", spec=Full(block_size=16)),
+        CacheGroup(name="draft", spec=Full(block_size=16), lookahead=64),
+        CacheGroup(name="s", spec=Recurrent(block_size=16)),
+    )
+    for order in (groups, groups[::-1]):
+        layout = Layout(name="m", groups=order)
+        held = [set() if g.spec.written_only_at_step_end else set(range(64)) for g in layout.spec_groups]
+        result, _ = looked_up(layout, 3_000, everywhere(layout, held))
+        assert (result.hit, result.full_run) == (0, 1024)
 
 
 def test_nothing_is_asked_when_no_candidate_lies_above_the_device():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridkv.clock import ManualClock
-from hybridkv.errors import StoreClosedError, StoreUnavailableError
+from hybridkv.errors import ConfigError, StoreClosedError, StoreUnavailableError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service import lookup as driver_module
 from hybridkv.service.lookup import Ending, LookupDriver
@@ -152,6 +152,21 @@ def test_a_closed_driver_is_refused(drive):
     driver.close()
     with pytest.raises(StoreClosedError):
         driver.lookup(NUM_TOKENS, BLOB)
+
+
+@pytest.mark.parametrize("answers", [[True], [1] * 3, [2] * 25])
+def test_a_store_that_answers_nonsense_is_a_miss(drive, answers):
+    class Confused:
+        def contains(self, _keys):
+            return answers
+
+    outcome = drive(Confused()).lookup(NUM_TOKENS, BLOB)
+    assert (outcome.result.hit, outcome.ending) == (0, Ending.FAILED)
+
+
+def test_calls_hold_at_least_one_key(drive):
+    with pytest.raises(ConfigError, match="max_keys is 0"):
+        drive(stored(), max_keys=0)
 
 
 def test_what_was_proven_before_the_failure_counts():

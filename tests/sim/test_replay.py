@@ -124,6 +124,20 @@ def test_bytes_and_sizes_give_equal_reports(model):
     assert sum(counts(sizes_only, "evicted_objects")) > 0
 
 
+def test_bytes_and_sizes_give_equal_reports_where_a_prompt_does_not_fit_at_once():
+    trace = [request(2048, 1, 2, 3, 4), request(2048, 1, 2, 3, 4)]
+    same = {"layout": find_layout("llama-3.1-8b"), "store_uri": "memory://?capacity=160MiB"}
+    with_bytes, sizes_only = replayed(trace, move_bytes=True, **same), replayed(trace, **same)
+    assert replace(with_bytes, bytes_verified=False) == sizes_only
+    assert sum(counts(sizes_only, "evicted_objects")) > 0
+
+
+def test_objects_too_large_to_move_are_refused():
+    layout = find_layout("llama-3.1-8b").with_object_tokens(65_536)
+    with pytest.raises(ConfigError, match="too large to move"):
+        replayed([], layout=layout, move_bytes=True, store_uri="memory://?capacity=1TiB")
+
+
 def test_objects_of_several_blocks_are_fewer_and_hit_at_their_ends():
     trace = [request(1500, 1, 2, 3), request(1500, 1, 2, 3)]
     packed = replayed(trace, layout=find_layout("llama-3.1-8b").with_object_tokens(256), move_bytes=False)

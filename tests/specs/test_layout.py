@@ -86,6 +86,9 @@ def test_objects_pack_full_attention_and_mla_blocks_only():
         (lambda: Layout(name="m", groups=(full(block_size=24),), hash_unit=16), "'full'.*24.*hash unit 16"),
         (lambda: Layout(name="m", groups=(full(),), hash_unit=-1), "hash_unit is -1"),
         (lambda: Layout(name="m", groups=(full(),), tp=0), "tp is 0"),
+        (lambda: Layout(name="m", groups=(full(),), tp=1 << 20), "tp is 1048576; give at most"),
+        (lambda: Layout(name="m", groups=(full("a", 2_000_003), window("b", 2_000_029))), "common multiple"),
+        (lambda: full(prefix_cacheable="false"), "prefix_cacheable is 'false'"),
         (lambda: full(layers=0), "'full': layers is 0"),
         (lambda: full(lookahead=-16), "lookahead is -16"),
         (lambda: full(shards="8"), "shards is '8'"),
@@ -157,6 +160,12 @@ def test_a_layout_file_may_say_as_little_as_this(tmp_path):
     [
         ("groups = [", "not TOML"),
         ("a = " + "[" * 5000, "not TOML"),
+        ("hash_unit = " + "9" * 5000, "not TOML"),
+        ("hash_unit = 0x" + "f" * 6000 + "\n" + SIZED, "hash_unit is above"),
+        (
+            GROUP.replace("16", "9223372036854775808") + "layers = 1\nlayer_block_bytes = 1",
+            "block_size is above",
+        ),
         ('name = "m"', r"no \[\[groups\]\]"),
         ("groups = [1]", r"no \[\[groups\]\]"),
         ("name = 3\n" + SIZED, "name is 3"),
@@ -194,6 +203,8 @@ def test_a_layout_that_is_nowhere_names_the_nearest(tmp_path):
         find_layout("gpt-os-120b")
     with pytest.raises(ConfigError, match="nor built in"):
         find_layout(str(tmp_path))
+    with pytest.raises(ConfigError, match="nor built in"):
+        find_layout("x" * 300)
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot be read as text"):

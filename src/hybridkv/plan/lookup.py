@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, StoreError
 from hybridkv.plan.boundaries import resend_boundary
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.presence import longest_hit
@@ -39,6 +39,7 @@ FEW = 64
 """Where a step stays below this many keys, it asks at once what the next one would."""
 
 _ABSENT, _PRESENT, _UNKNOWN = 0, 1, 2
+_ANSWERS = bytes((_ABSENT, _PRESENT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,12 +190,21 @@ class Lookup:
         Args:
             ask: what was asked.
             answers: for each object whether it is present.
+
+        Raises:
+            StoreError: the answers are not one bool for each object.
         """
+        try:
+            said = bytes(answers) if len(answers) == len(ask.objects) else b""
+        except (TypeError, ValueError):
+            said = b""
+        if len(said) != len(ask.objects) or said.translate(None, _ANSWERS):
+            raise StoreError(f"a store did not answer {len(ask.objects)} keys with one bool each")
         states, first, last = self._known[ask.spec_group].states(ask.rank), ask.objects[0], ask.objects[-1]
-        if last - first + 1 == len(answers):
-            states[first : last + 1] = bytes(answers)
+        if last - first + 1 == len(said):
+            states[first : last + 1] = said
         else:
-            np.frombuffer(states, np.uint8)[ask.objects] = np.frombuffer(bytes(answers), np.uint8)
+            np.frombuffer(states, np.uint8)[ask.objects] = np.frombuffer(said, np.uint8)
 
     def result(self) -> LookupResult:
         """Return what is known now: the exact hit, once all steps were taken."""

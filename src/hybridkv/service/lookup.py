@@ -13,7 +13,7 @@ from itertools import islice
 from threading import Lock
 
 from hybridkv.clock import Clock, MonotonicClock
-from hybridkv.errors import StoreClosedError, StoreError
+from hybridkv.errors import ConfigError, StoreClosedError, StoreError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.lookup import Ask, Lookup, LookupResult
 from hybridkv.stores.base import Store
@@ -63,6 +63,8 @@ class _Run:
     calls: int = 0
 
     def learn(self, batch: list[Ask], answers: list[bool]) -> None:
+        if len(answers) != sum(len(ask.objects) for ask in batch):
+            raise StoreError(f"a store gave {len(answers)} answers to another number of keys")
         start = 0
         for ask in batch:
             self.search.learn(ask, answers[start : start + len(ask.objects)])
@@ -88,6 +90,8 @@ class LookupDriver:
     def __init__(
         self, store: Store, scheme: KeyScheme, *, max_keys: int = MAX_KEYS, clock: Clock | None = None
     ) -> None:
+        if max_keys < 1:
+            raise ConfigError(f"max_keys is {max_keys}; give at least 1")
         self._store, self._scheme, self._max_keys = store, scheme, max_keys
         self._clock = MonotonicClock() if clock is None else clock
         self._threads = DaemonThreads(MAX_CALLS, "hybridkv-lookup")

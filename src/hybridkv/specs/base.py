@@ -17,14 +17,20 @@ Positions = TypeVar("Positions", int, NDArray[np.int64])
 """One token position or an array of them: rules are plain arithmetic that works on both."""
 
 
+MAX_SIZE = 1 << 40
+"""Largest number that a spec, group or layout accepts: far above any model, and safe in int64 arithmetic."""
+
+
 def require_int(owner: str, field: str, value: object, at_least: int) -> None:
-    """Refuse a field that is no integer >= ``at_least``.
+    """Refuse a field that is no integer in [``at_least``, ``MAX_SIZE``].
 
     Raises:
         SpecError: naming owner, field and value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise SpecError(f"{owner}: {field} is {value!r}; give an integer >= {at_least}")
+    if value > MAX_SIZE:
+        raise SpecError(f"{owner}: {field} is above {MAX_SIZE}; no model has such sizes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,10 @@ from functools import cached_property
 from math import gcd, lcm
 
 from hybridkv.errors import SpecError
-from hybridkv.specs.base import require_int
+from hybridkv.specs.base import MAX_SIZE, require_int
 from hybridkv.specs.group import CacheGroup, SpecGroup
+
+MAX_TP = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +34,32 @@ class Layout:
     source: str = ""
 
     def __post_init__(self) -> None:
-        cacheable = [group for group in self.groups if group.prefix_cacheable]
-        if not cacheable:
-            raise SpecError(f"layout {self.name!r} has no prefix-cacheable group; add one")
+        for field, least in (("hash_unit", 0), ("tp", 1)):
+            require_int(f"layout {self.name!r}", field, getattr(self, field), least)
+        if self.tp > MAX_TP:
+            raise SpecError(f"layout {self.name!r}: tp is {self.tp}; give at most {MAX_TP}")
         names = [group.name for group in self.groups]
         if twins := {name for name in names if names.count(name) > 1}:
             raise SpecError(f"layout {self.name!r}: group name {min(twins)!r} stands twice; rename one")
-        for field, least in (("hash_unit", 0), ("tp", 1)):
-            require_int(f"layout {self.name!r}", field, getattr(self, field), least)
+        cacheable = [group for group in self.groups if group.prefix_cacheable]
+        if not cacheable:
+            raise SpecError(f"layout {self.name!r} has no prefix-cacheable group; add one")
         if self.hash_unit == 0:
             object.__setattr__(self, "hash_unit", gcd(*(group.spec.block_size for group in cacheable)))
+        self._check_sizes(cacheable)
+
+    def _check_sizes(self, cacheable: list[CacheGroup]) -> None:
         for group in cacheable:
             if group.spec.block_size % self.hash_unit:
                 raise SpecError(
                     f"group {group.name!r}: block_size {group.spec.block_size} is not a multiple of the hash "
                     f"unit {self.hash_unit}; use a hash unit that divides every block size"
                 )
-        _ = self.spec_groups
+        if self.alignment > MAX_SIZE:
+            raise SpecError(
+                f"layout {self.name!r}: the least common multiple of its object sizes is above {MAX_SIZE}; "
+                "use block sizes that have common factors"
+            )
 
     @cached_property
     def spec_groups(self) -> tuple[SpecGroup, ...]:

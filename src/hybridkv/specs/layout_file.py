@@ -52,7 +52,11 @@ def find_layout(name_or_path: str) -> Layout:
     if name_or_path in catalogue():
         return parse_layout((_MODELS / f"{name_or_path}.toml").read_text(encoding="utf-8"), name_or_path)
     path = Path(name_or_path)
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):
+        is_file = False
+    if not is_file:
         raise ConfigError(
             f"model {name_or_path!r} is neither a layout file nor built in ({', '.join(catalogue())})"
             f"{nearest(name_or_path, catalogue())}"
@@ -76,10 +80,10 @@ def parse_layout(text: str, where: str) -> Layout:
     """
     try:
         return _layout(tomllib.loads(text), Path(where).stem)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from None
     except SpecError as error:
         raise ConfigError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:  # also TOMLDecodeError, and numbers of thousands of digits
+        raise ConfigError(f"{where}: not TOML: {error}") from None
 
 
 def _layout(raw: dict[str, object], stem: str) -> Layout:

@@ -1,11 +1,13 @@
 """What every store checks of a batch before it starts."""
 
+import operator
 from collections.abc import Sequence, Sized
 
 from hybridkv.errors import StoreError
 from hybridkv.stores.base import MAX_KEY_CHARS, Segments
 
 _KEY_CHARS = bytes(range(0x21, 0x7F))
+_NONE_YET = object()
 
 
 def check_batch(keys: Sequence[str], **columns: Sized | None) -> None:
@@ -21,8 +23,12 @@ def check_batch(keys: Sequence[str], **columns: Sized | None) -> None:
     for name, column in columns.items():
         if column is not None and len(column) != len(keys):
             raise StoreError(f"{len(keys)} keys but {len(column)} {name}; give one for each key")
-    # One scan of all keys together costs a fraction of one for each.
-    if not _is_printable("".join(keys)) or not all(0 < len(key) <= MAX_KEY_CHARS for key in keys):
+    try:
+        # One scan of all keys together costs a fraction of one for each.
+        good = _is_printable("".join(keys)) and all(0 < len(key) <= MAX_KEY_CHARS for key in keys)
+    except TypeError:
+        raise StoreError("a key is not a text") from None
+    if not good:
         bad = next(key for key in keys if not (_is_printable(key) and 0 < len(key) <= MAX_KEY_CHARS))
         raise StoreError(
             f"key {bad[:MAX_KEY_CHARS]!r} is not 1 to {MAX_KEY_CHARS} printable ASCII characters, no space"
@@ -37,16 +43,9 @@ def object_bytes(segments: Segments) -> int:
     """Return the size of one object in bytes, wherever its segments lie.
 
     Raises:
-        StoreError: there is no segment, or one has no byte.
+        StoreError: as ``as_segments``.
     """
-    total = 0
-    for _, num_bytes in segments:
-        if num_bytes < 1:
-            raise StoreError(f"a segment of {num_bytes} bytes; every segment has at least one")
-        total += num_bytes
-    if not total:
-        raise StoreError("an object without segments; every object has at least one byte")
-    return total
+    return sum(num_bytes for _, num_bytes in as_segments(segments))
 
 
 def batch_bytes(batch: Sequence[Segments]) -> list[int]:
@@ -56,10 +55,28 @@ def batch_bytes(batch: Sequence[Segments]) -> list[int]:
         StoreError: as ``object_bytes``.
     """
     sizes = []
-    previous: Segments | None = None
+    previous: object = _NONE_YET
     size = 0
     for segments in batch:
         if segments is not previous:
             size, previous = object_bytes(segments), segments
         sizes.append(size)
     return sizes
+
+
+def as_segments(segments: object) -> list[tuple[int, int]]:
+    """Return one object's segments as pairs of plain integers.
+
+    Raises:
+        StoreError: they are no list of (address, bytes), there is none, or one has no byte.
+    """
+    try:
+        pairs = [(operator.index(address), operator.index(num_bytes)) for address, num_bytes in segments]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise StoreError("segments are pairs of integers: (address, bytes)") from None
+    if not pairs:
+        raise StoreError("an object without segments; every object has at least one byte")
+    for _, num_bytes in pairs:
+        if num_bytes < 1:
+            raise StoreError(f"a segment of {num_bytes} bytes; every segment has at least one")
+    return pairs

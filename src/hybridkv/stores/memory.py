@@ -52,8 +52,10 @@ class MemoryStore:
         eviction: EvictionPolicy | None = None,
         on_evict: EvictListener | None = None,
     ) -> None:
-        if capacity_bytes is not None and capacity_bytes < 1:
-            raise ConfigError(f"capacity_bytes is {capacity_bytes}; give at least 1, or None for no limit")
+        if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
+            raise ConfigError(
+                f"capacity_bytes is {capacity_bytes!r}; give an integer >= 1, or None for no limit"
+            )
         self._capacity_bytes = capacity_bytes
         self._keep_payloads = keep_payloads
         self._eviction = LruEviction() if eviction is None else eviction

@@ -10,9 +10,13 @@ import numpy as np
 
 from hybridkv.errors import StoreError
 from hybridkv.stores.base import Segments
+from hybridkv.stores.batch import as_segments
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+_NONE_YET = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,19 +51,6 @@ class Pieces:
     def gather(self) -> bytes:
         """Return a copy of the object's bytes."""
         return b"".join(self.views)
-
-    def gather_into(self, target: memoryview) -> None:
-        """Copy the object's bytes into ``target``: writable, of format B, ``num_bytes`` long.
-
-        Raises:
-            StoreError: the sizes differ; no byte was moved.
-        """
-        self._check_size(len(target))
-        start = 0
-        for view in self.views:
-            stop = start + len(view)
-            target[start:stop] = view
-            start = stop
 
     def scatter(self, data: bytes | bytearray | memoryview) -> None:
         """Copy ``data``, ``num_bytes`` long and of format B if it is a view, over the segments.
@@ -153,29 +144,13 @@ class RegionTable:
         """
         registered = self._registered
         resolved = []
-        previous: Segments | None = None
+        previous: object = _NONE_YET
         pieces = Pieces([])
         for segments in batch:
             if segments is not previous:
                 pieces, previous = _pieces(registered, segments), segments
             resolved.append(pieces)
         return resolved
-
-    def gather(self, segments: Segments) -> bytes:
-        """Return a copy of one object's bytes.
-
-        Raises:
-            StoreError: as ``resolve``.
-        """
-        return _pieces(self._registered, segments).gather()
-
-    def scatter(self, data: bytes | bytearray | memoryview, segments: Segments) -> None:
-        """Copy ``data`` over one object's segments.
-
-        Raises:
-            StoreError: as ``resolve``, or the sizes differ; no byte was moved.
-        """
-        _pieces(self._registered, segments).scatter(data)
 
 
 def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -190,6 +165,8 @@ def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         raise StoreError(
             f"{type(buffer).__name__} is not C-contiguous; register the array that it is a part of"
         )
+    if "O" in view.format:
+        raise StoreError(f"{type(buffer).__name__} holds Python objects; register plain numbers")
     if not view.nbytes:
         raise StoreError(f"{type(buffer).__name__} is empty; a region has at least one byte")
     return np.frombuffer(view, dtype=np.uint8)
@@ -198,14 +175,12 @@ def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def _pieces(registered: _Registered, segments: Segments) -> Pieces:
     starts, stops, regions = registered
     views = []
-    for address, num_bytes in segments:
+    for address, num_bytes in as_segments(segments):
         at = bisect_right(starts, address) - 1
-        if num_bytes < 1 or at < 0 or address + num_bytes > stops[at]:
+        if at < 0 or address + num_bytes > stops[at]:
             raise StoreError(
                 f"segment of {num_bytes} bytes at {address:#x} does not lie inside one registered region"
             )
         offset = address - starts[at]
         views.append(regions[at][offset : offset + num_bytes])
-    if not views:
-        raise StoreError("an object without segments; every object has at least one byte")
     return Pieces(views)

@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         report = run(Path(files[0]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         sys.stderr.write(f"{files[0]}: not a golden-case file: {error!r}\n")
         return 2
     failed, first = len(report.failures), report.failures[:10]

@@ -31,6 +31,17 @@ class RefusalTests(StoreExamples):
                         call()
             assert not bench.contains("good")
 
+    def test_what_is_no_key_or_no_segments_refuses_the_call(self) -> None:
+        """A key is a text; segments are pairs of integers."""
+        with self.workbench() as bench:
+            source = bench.source(payload(0, self.object_bytes))
+            for key in [None, 1, b"x"]:
+                for call in _batch_calls(bench.store, [key], [source]):  # type: ignore[list-item]
+                    with pytest.raises(StoreError):
+                        call()
+            for segments in [None, [None], [(bench.region.address,)], [(bench.region.address + 0.5, 1)]]:
+                self._assert_refused(bench, segments)  # type: ignore[arg-type]
+
     def test_lists_of_unequal_length_refuse_the_call(self) -> None:
         """Sources, targets and hints have one entry for each key."""
         with self.workbench() as bench:
