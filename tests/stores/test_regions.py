@@ -111,7 +111,7 @@ def test_segments_are_checked_to_the_byte():
     region = table.register(memory[4:12])
     table.resolve([[(region.address, 8)], [(region.address + 7, 1)]])
     for bad in [(-1, 1), (-1, 2), (7, 2), (8, 1), (0, 9), (0, 0), (0, -1), (4, -2), (-5, 20)]:
-        with pytest.raises(StoreError, match="does not lie inside|at least one"):
+        with pytest.raises(StoreError, match=r"does not lie inside|at least one"):
             table.resolve([[(region.address, 1)], [(region.address + bad[0], bad[1])]])
 
 
