@@ -68,7 +68,16 @@ def profiled(requests: Sequence[TraceRequest]) -> list[dict[str, object]]:
 
 def page_lines(runs: Sequence[dict[str, object]], profile: Sequence[dict[str, object]]) -> Iterator[str]:
     """Yield the docs page's tables."""
-    yield "| model | retention | seconds | hit | keys asked a request | of them loaded | round trips a request |"
+    titles = (
+        "model",
+        "retention",
+        "seconds",
+        "hit",
+        "keys a request",
+        "of them loaded",
+        "round trips a request",
+    )
+    yield f"| {' | '.join(titles)} |"
     yield "|---|---|---|---|---|---|---|"
     for run in runs:
         yield (
