@@ -277,7 +277,8 @@ def main() -> int:
             json.dumps({"seed": SEED, "lookups": figures, "saves": saves}, indent=1) + "\n"
         )
     if settings.page:
-        _put_into_page(settings.page, [*_table(cells), "", *_save_table(saves)])
+        of_page = [cell for cell in cells if 130_000 < cell.num_tokens < 132_000]
+        _put_into_page(settings.page, [*_table(of_page), "", *_save_table(saves)])
     wrong = [problem for cell in cells for problem in missed(cell)]
     for problem in wrong:
         print(f"MISSED: {problem}")
