@@ -37,7 +37,7 @@ $(VENV)/.ready: pyproject.toml
 
 # vLLM's CPU wheel and a real Mooncake master, in an environment of their own.
 test-vllm: $(VLLM)/.ready
-	$(VLLM_BIN)/python -m pytest -q tests/vllm
+	$(VLLM_BIN)/python -m pytest -q tests/vllm tests/device
 
 bench: $(VLLM)/.ready
 	$(VLLM_BIN)/python benchmarks/lookup.py

@@ -10,6 +10,7 @@
     ├── StoreError                    a store call that cannot be carried out
     │   ├── StoreClosedError          ... because the store is closed
     │   └── StoreUnavailableError     ... because the store does not answer
+    ├── TransferError                 a copy to or from block memory that cannot be carried out
     └── CorruptPayloadError           loaded bytes are not what was saved
 
 A miss is a return value, never an error.
@@ -46,6 +47,10 @@ class StoreClosedError(StoreError):
 
 class StoreUnavailableError(StoreError):
     """The store does not answer; the caller may treat a lookup as a miss."""
+
+
+class TransferError(HybridKVError):
+    """A copy between block memory and host memory was refused; the message names what does not fit."""
 
 
 class CorruptPayloadError(HybridKVError):

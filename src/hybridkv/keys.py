@@ -240,10 +240,32 @@ class KeyScheme:
         Raises:
             KeySchemeError: an object reaches past the blob, or the blob ends inside a block hash.
         """
+        return self.keys_of(spec_group, rank, self.digests(spec_group, objects, blob))
+
+    def keys_of(self, spec_group: int, rank: int, digests: bytes) -> list[str]:
+        """Return the keys of objects whose block hashes are laid end to end, as ``digests`` gives them."""
+        prefix, width, text = self._prefixes[spec_group][rank], 2 * self._digest_bytes, digests.hex()
+        return [prefix + text[i : i + width] for i in range(0, len(text), width)]
+
+    def split(self, digests: bytes) -> list[bytes]:
+        """Return block hashes laid end to end as a list."""
+        width = self._digest_bytes
+        return [digests[i : i + width] for i in range(0, len(digests), width)]
+
+    def digests(self, spec_group: int, objects: range | NDArray[np.int64], blob: bytes) -> bytes:
+        """Return the block hashes that name some objects of a prompt, laid end to end.
+
+        Args:
+            spec_group: index of the spec group.
+            objects: object indices, as in ``keys``.
+            blob: the prompt's block hashes.
+
+        Raises:
+            KeySchemeError: as in ``keys``.
+        """
         units = self._object_units[spec_group]
-        prefix = self._prefixes[spec_group][rank]
         if not len(objects):
-            return []
+            return b""
         if len(blob) % self._digest_bytes:
             raise KeySchemeError(
                 f"{len(blob)} bytes are no whole number of block hashes of {self._digest_bytes}"
@@ -256,9 +278,8 @@ class KeyScheme:
                 f"object {int(objects.max())} of spec group {spec_group} reaches past the prompt's "
                 f"{len(digests)} block hashes; only complete objects have a key"
             )
-        text = digests[objects * units + units - 1].tobytes().hex()
-        width = 2 * self._digest_bytes
-        return [prefix + text[i : i + width] for i in range(0, len(text), width)]
+        chosen: bytes = digests[objects * units + units - 1].tobytes()
+        return chosen
 
 
 def spec_group_of(key: str) -> int:

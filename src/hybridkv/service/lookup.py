@@ -5,6 +5,7 @@ This is the place where a store that fails or is late becomes a shorter hit: cou
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from enum import Enum
@@ -60,6 +61,7 @@ class _Run:
     search: Lookup
     blob: bytes
     deadline_s: float | None
+    absent: Collection[str]
     calls: int = 0
 
     def learn(self, batch: list[Ask], answers: list[bool]) -> None:
@@ -100,7 +102,13 @@ class LookupDriver:
         self.endings: Counter[Ending] = Counter()
 
     def lookup(
-        self, num_tokens: int, blob: bytes, *, device_prefix: int = 0, timeout_s: float | None = None
+        self,
+        num_tokens: int,
+        blob: bytes,
+        *,
+        device_prefix: int = 0,
+        timeout_s: float | None = None,
+        absent: Collection[str] = (),
     ) -> LookupOutcome:
         """Find the longest legal prefix of a prompt.
 
@@ -109,6 +117,7 @@ class LookupDriver:
             blob: its block hashes, one a complete hash unit.
             device_prefix: tokens that the device holds.
             timeout_s: when to end with what is proven; ``None`` = never.
+            absent: keys to take for absent whatever the store says, in constant time each.
 
         Raises:
             StoreClosedError: the driver is closed.
@@ -119,6 +128,7 @@ class LookupDriver:
             search=Lookup(self._scheme.layout, num_tokens, device_prefix=device_prefix),
             blob=blob,
             deadline_s=None if timeout_s is None else self._clock.now_s() + timeout_s,
+            absent=absent,
         )
         ending = Ending.EXACT
         try:
@@ -143,7 +153,7 @@ class LookupDriver:
         """Send the batches of a step and learn the answers; return whether all came in time."""
         if len(batches) == 1 and run.deadline_s is None:
             run.calls += 1
-            run.learn(batches[0], self._call(run.blob, batches[0]))
+            run.learn(batches[0], self._call(run, batches[0]))
             return True
         waiting, flying = iter(batches), dict[Future[list[bool]], list[Ask]]()
         try:
@@ -152,7 +162,7 @@ class LookupDriver:
                 late = left_s is not None and left_s <= 0
                 for batch in () if late else islice(waiting, MAX_CALLS - len(flying)):
                     run.calls += 1
-                    flying[self._threads.submit(partial(self._call, run.blob, batch))] = batch
+                    flying[self._threads.submit(partial(self._call, run, batch))] = batch
                 if not flying:
                     return next(waiting, None) is None
                 done, _ = wait(flying, timeout=left_s, return_when=FIRST_COMPLETED)
@@ -164,11 +174,14 @@ class LookupDriver:
             for future in flying:
                 future.cancel()
 
-    def _call(self, blob: bytes, batch: list[Ask]) -> list[bool]:
+    def _call(self, run: _Run, batch: list[Ask]) -> list[bool]:
         keys: list[str] = []
         for ask in batch:
-            keys += self._scheme.keys(ask.spec_group, ask.rank, ask.objects, blob)
-        return self._store.contains(keys)
+            keys += self._scheme.keys(ask.spec_group, ask.rank, ask.objects, run.blob)
+        answers = self._store.contains(keys)
+        if run.absent:
+            return [known and key not in run.absent for key, known in zip(keys, answers, strict=True)]
+        return answers
 
 
 def _batches(asks: list[Ask], most: int) -> list[list[Ask]]:

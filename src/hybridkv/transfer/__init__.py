@@ -1,1 +1,1 @@
-"""Traffic between engine and store: threads and, later, jobs, queues and the save ledger."""
+"""Traffic between engine and store: jobs, threads, staging, deadlines, the save ledger, block memory."""

@@ -1,0 +1,1 @@
+"""Block memory on torch tensors; beside the adapters the only place that imports torch."""

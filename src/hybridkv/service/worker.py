@@ -1,0 +1,92 @@
+"""The worker side: carries out on one rank what the scheduler side planned."""
+
+from hybridkv.clock import Clock
+from hybridkv.errors import ConfigError
+from hybridkv.keys import KeyScheme
+from hybridkv.service.messages import VERSION, Job, JobKind, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.stores.base import Store
+from hybridkv.transfer import mover
+from hybridkv.transfer.block_io import BlockIO
+from hybridkv.transfer.mover import GroupMove, Mover, MoverSettings
+
+_OUTCOMES = {
+    mover.Outcome.DONE: Outcome.DONE,
+    mover.Outcome.FAILED: Outcome.FAILED,
+    mover.Outcome.CANCELLED: Outcome.CANCELLED,
+}
+
+
+class WorkerSide:
+    """One rank's jobs. Used by one thread; nothing here waits for a store.
+
+    Args:
+        store: where objects are; owned by the caller.
+        scheme: names objects; of the same namespace and layout as the scheduler side's.
+        block_io: reads and writes the engine's blocks.
+        rank: tensor-parallel rank.
+        settings: bounds and patience of the transfers.
+        clock: for back-off and breaker.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        scheme: KeyScheme,
+        block_io: BlockIO,
+        *,
+        rank: int = 0,
+        settings: MoverSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._scheme, self._rank = scheme, rank
+        self._mover = Mover(store, block_io, settings or MoverSettings(), clock=clock)
+
+    def start(self, plan: StepPlan) -> None:
+        """Start a step's jobs; when this returns, the cancelled ones touch no engine block any more.
+
+        Raises:
+            ConfigError: the plan is of another version of the messages.
+        """
+        if plan.version != VERSION:
+            raise ConfigError(f"a scheduler speaks version {plan.version} of the messages, not {VERSION}")
+        for job_id in plan.cancelled:
+            self._mover.cancel(job_id)
+        for job in plan.jobs:
+            move = self._mover.load if job.kind is JobKind.LOAD else self._mover.save
+            move(job.job_id, self._parts(job))
+
+    def poll(self) -> WorkerReport:
+        """Return what happened since the last call."""
+        staged, ended = self._mover.poll()
+        return WorkerReport(
+            rank=self._rank,
+            staged=tuple(staged),
+            ended=tuple(
+                JobReport(job_id=one.job_id, rank=self._rank, outcome=_OUTCOMES[one.outcome], moved=one.moved)
+                for one in ended
+            ),
+        )
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is left; return whether that came in time."""
+        return self._mover.drain(timeout_s)
+
+    def close(self) -> None:
+        """Stop; a second call does nothing."""
+        self._mover.close()
+
+    def _parts(self, job: Job) -> tuple[GroupMove, ...]:
+        parts = []
+        for transfer in job.groups:
+            group = self._scheme.layout.spec_groups[transfer.spec_group]
+            # Ranks beyond the rank namespaces hold copies, neighbours the same one.
+            rank = self._rank * group.num_ranks // self._scheme.layout.tp
+            parts.append(
+                GroupMove(
+                    spec_group=group.index,
+                    object_bytes=group.object_bytes,
+                    keys=self._scheme.keys_of(group.index, rank, transfer.digests),
+                    blocks=transfer.block_ids(len(group.cache_groups), group.blocks_per_object),
+                )
+            )
+        return tuple(parts)

@@ -1,0 +1,383 @@
+"""Moves jobs between engine blocks and a store: threads, bounded queues, staging, retries.
+
+::
+
+    save   engine blocks --gather--> slot --put--> store        staged when the last gather is done,
+                                                                ended when the last put is
+    load   engine blocks <-scatter-- slot <--get-- store        ended when the last scatter is done
+
+After ``cancel`` returns, the job touches no engine block any more. Every job ends exactly once.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from queue import Empty, Full, Queue, SimpleQueue
+from threading import Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.clock import Clock, MonotonicClock
+from hybridkv.errors import ConfigError, TransferError
+from hybridkv.stores.base import GetResult, PutResult, Segments, Store
+from hybridkv.transfer.block_io import BlockIO
+from hybridkv.transfer.guard import Guard, GuardSettings
+from hybridkv.transfer.staging import Slot, StagingPool
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupMove:
+    """Objects of one spec group that a job moves on this rank.
+
+    Attributes:
+        spec_group: index of the spec group.
+        object_bytes: payload of one object.
+        keys: one an object.
+        blocks: int64, shape (objects, members, k), as ``BlockIO`` takes them.
+    """
+
+    spec_group: int
+    object_bytes: int
+    keys: list[str]
+    blocks: NDArray[np.int64]
+
+
+class Outcome(Enum):
+    """How a job ended on this rank."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A job's end.
+
+    Attributes:
+        job_id: the job.
+        outcome: how it ended.
+        moved: per part one byte an object: 1 = stored (a save) or served by the store (a load).
+    """
+
+    job_id: int
+    outcome: Outcome
+    moved: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoverSettings:
+    """Bounds and patience of a ``Mover``.
+
+    Attributes:
+        slot_bytes: bytes of one store call at most; an object above it cannot be moved.
+        num_slots: slots for saves, and as many again for loads.
+        queued_jobs: jobs that wait at most, of each kind; further ones fail at once.
+        put_retries: how often refused objects are put again.
+        backoff_s: wait before the first of these; it doubles from one to the next.
+        slot_timeout_s: longest wait for a free slot.
+        guard: deadline and breaker of store calls.
+    """
+
+    slot_bytes: int = 32 << 20
+    num_slots: int = 8
+    queued_jobs: int = 1024
+    put_retries: int = 3
+    backoff_s: float = 0.03
+    slot_timeout_s: float = 10.0
+    guard: GuardSettings = field(default_factory=GuardSettings)
+
+
+class _Job:
+    """A job on its way."""
+
+    def __init__(self, job_id: int, parts: tuple[GroupMove, ...], *, is_save: bool) -> None:
+        self.job_id, self.parts, self.is_save = job_id, parts, is_save
+        self.moved = [bytearray(len(part.keys)) for part in parts]
+        self.touching = threading.Lock()
+        self.cancelled = False
+        self.batches_open = 1  # the stager's own share, so that no put ends the job before all are staged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """A batch of a save that lies in a slot."""
+
+    job: _Job
+    part: int
+    start: int
+    stop: int
+    slot: Slot
+
+
+class Mover:
+    """Carries out the jobs of one rank.
+
+    Args:
+        store: where objects are; owned by the caller.
+        block_io: reads and writes engine blocks.
+        settings: bounds and patience.
+        clock: for back-off and breaker.
+    """
+
+    def __init__(
+        self, store: Store, block_io: BlockIO, settings: MoverSettings, *, clock: Clock | None = None
+    ) -> None:
+        self._store, self._io, self._settings = store, block_io, settings
+        self._clock = MonotonicClock() if clock is None else clock
+        self._guard = Guard(settings.guard, num_threads=4, clock=self._clock)
+        slots = {"slot_bytes": settings.slot_bytes, "num_slots": settings.num_slots}
+        self._save_slots = StagingPool(store, **slots)
+        self._load_slots = StagingPool(store, **slots)
+        self._saves: Queue[_Job | None] = Queue(settings.queued_jobs)
+        self._loads: Queue[_Job | None] = Queue(settings.queued_jobs)
+        self._puts: Queue[_Staged | None] = Queue(settings.num_slots + 1)
+        self._staged: SimpleQueue[int] = SimpleQueue()
+        self._ended: SimpleQueue[Ended] = SimpleQueue()
+        self._jobs: dict[int, _Job] = {}
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._closed = False
+        self._threads = [
+            Thread(target=target, name=f"hybridkv-{name}", daemon=True)
+            for name, target in (
+                ("stage", self._run_saves),
+                ("put", self._run_puts),
+                ("load", self._run_loads),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- called by the worker side
+
+    def save(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
+        """Start a save; its blocks stay as they are until it is staged, ended or cancelled."""
+        self._start(_Job(job_id, parts, is_save=True), self._saves)
+
+    def load(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
+        """Start a load into blocks that nobody else uses until it has ended or was cancelled."""
+        self._start(_Job(job_id, parts, is_save=False), self._loads)
+
+    def cancel(self, job_id: int) -> None:
+        """Make a job touch no engine block from now on; an unknown or ended job is no error."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+        if job is not None:
+            with job.touching:
+                job.cancelled = True
+
+    def poll(self) -> tuple[list[int], list[Ended]]:
+        """Return the saves that were staged and the jobs that ended since the last call."""
+        return list(_drained(self._staged)), list(_drained(self._ended))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is left; return whether that came in time."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what waits, let what runs end, and stop; a second call does nothing.
+
+        A store call that hangs is left behind with its slot; its buffer then stays registered.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            jobs = list(self._jobs)
+        for job_id in jobs:
+            self.cancel(job_id)
+        for queue in (self._saves, self._loads):
+            queue.put(None)
+        self.drain(timeout_s)
+        self._puts.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        self._guard.close()
+        for pool in (self._save_slots, self._load_slots):
+            if pool.num_free == self._settings.num_slots:
+                pool.close()
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that were started and have not ended."""
+        with self._lock:
+            return len(self._jobs)
+
+    @property
+    def num_slots_held(self) -> int:
+        """Staging slots in use, also by calls that hang."""
+        return 2 * self._settings.num_slots - self._save_slots.num_free - self._load_slots.num_free
+
+    # ---- the threads
+
+    def _start(self, job: _Job, queue: "Queue[_Job | None]") -> None:
+        with self._lock:
+            if job.job_id in self._jobs:
+                raise ConfigError(f"job {job.job_id} was started before; ids never repeat")
+            refused = self._closed
+            self._jobs[job.job_id] = job
+        try:
+            if not refused:
+                queue.put_nowait(job)
+        except Full:
+            refused = True
+        if refused:
+            self._end(job, Outcome.FAILED)
+
+    def _run_saves(self) -> None:
+        for job in _taken(self._saves):
+            try:
+                self._stage(job)
+            except Exception:  # noqa: BLE001 - whatever it is, the job fails and the thread lives on
+                _log.exception("staging save %d failed", job.job_id)
+            # Staged or not, from here on nothing of this job reads an engine block.
+            self._staged.put(job.job_id)
+            self._batch_done(job)
+
+    def _stage(self, job: _Job) -> None:
+        for part_idx, part in enumerate(job.parts):
+            for start, stop in self._batches(part):
+                slot = self._save_slots.acquire(self._settings.slot_timeout_s)
+                if slot is None:
+                    return
+                gather = partial(self._io.gather, part.spec_group, part.blocks[start:stop], slot.memory)
+                try:
+                    is_staged = _touch(job, gather)
+                except BaseException:
+                    self._save_slots.release(slot)
+                    raise
+                if not is_staged:
+                    self._save_slots.release(slot)
+                    return
+                with self._lock:
+                    job.batches_open += 1
+                self._puts.put(_Staged(job, part_idx, start, stop, slot))
+
+    def _run_puts(self) -> None:
+        for staged in _taken(self._puts):
+            try:
+                self._put(staged)
+            except Exception:  # noqa: BLE001 - as above
+                _log.exception("putting a batch of save %d failed", staged.job.job_id)
+            self._batch_done(staged.job)
+
+    def _put(self, staged: _Staged) -> None:
+        """Put a staged batch; what the store refuses for want of room is put again a few times."""
+        part, moved = staged.job.parts[staged.part], staged.job.moved[staged.part]
+        release = partial(self._save_slots.release, staged.slot)
+        left = list(range(staged.start, staged.stop))
+        for attempt in range(self._settings.put_retries + 1):
+            if attempt:
+                self._clock.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
+            keys = [part.keys[idx] for idx in left]
+            sources = [_segments(staged.slot, idx - staged.start, part.object_bytes) for idx in left]
+            results = self._guard.call(partial(self._store.put, keys, sources), release)
+            if results is None:
+                return
+            for idx, result in zip(left, results, strict=True):
+                moved[idx] = result in (PutResult.STORED, PutResult.ALREADY)
+            left = [i for i, result in zip(left, results, strict=True) if result is PutResult.REFUSED]
+            if not left:
+                break
+        release()
+
+    def _run_loads(self) -> None:
+        for job in _taken(self._loads):
+            is_loaded = False
+            try:
+                is_loaded = all(
+                    self._load_batch(job, part_idx, start, stop)
+                    for part_idx, part in enumerate(job.parts)
+                    for start, stop in self._batches(part)
+                )
+            except Exception:  # noqa: BLE001 - as above
+                _log.exception("load %d failed", job.job_id)
+            self._end(job, Outcome.DONE if is_loaded else self._not_done(job))
+
+    def _load_batch(self, job: _Job, part_idx: int, start: int, stop: int) -> bool:
+        """Load a run of objects; return whether all of them are in their blocks."""
+        part, slot = job.parts[part_idx], self._load_slots.acquire(self._settings.slot_timeout_s)
+        if slot is None:
+            return False
+        release = partial(self._load_slots.release, slot)
+        keys = part.keys[start:stop]
+        targets = [_segments(slot, idx, part.object_bytes) for idx in range(stop - start)]
+        results = self._guard.call(partial(self._store.get, keys, targets), release)
+        if results is None:
+            return False
+        try:
+            job.moved[part_idx][start:stop] = bytes(result is GetResult.OK for result in results)
+            self._discard([k for k, r in zip(keys, results, strict=True) if r is GetResult.CORRUPT])
+            scatter = partial(self._io.scatter, part.spec_group, part.blocks[start:stop], slot.memory)
+            return all(job.moved[part_idx][start:stop]) and _touch(job, scatter)
+        finally:
+            release()
+
+    def _discard(self, keys: list[str]) -> None:
+        """Remove payloads that failed their checksum or size: ``put`` would keep them for ever."""
+        if keys:
+            _log.warning("%d corrupt objects are discarded, first %s", len(keys), keys[0])
+            self._guard.call(lambda: self._store.discard(keys), lambda: None)
+
+    def _batches(self, part: GroupMove) -> Iterator[tuple[int, int]]:
+        """Yield the part's objects in runs that fit a slot."""
+        count = self._settings.slot_bytes // part.object_bytes
+        if count == 0:
+            raise TransferError(
+                f"an object of spec group {part.spec_group} has {part.object_bytes} bytes, a staging slot "
+                f"only {self._settings.slot_bytes}; raise the staging budget"
+            )
+        for start in range(0, len(part.keys), count):
+            yield start, min(start + count, len(part.keys))
+
+    def _batch_done(self, job: _Job) -> None:
+        with self._lock:
+            job.batches_open -= 1
+            is_last = job.batches_open == 0
+        if is_last:
+            is_stored = all(all(moved) for moved in job.moved)
+            self._end(job, Outcome.DONE if is_stored else self._not_done(job))
+
+    def _not_done(self, job: _Job) -> Outcome:
+        return Outcome.CANCELLED if job.cancelled else Outcome.FAILED
+
+    def _end(self, job: _Job, outcome: Outcome) -> None:
+        self._ended.put(
+            Ended(job_id=job.job_id, outcome=outcome, moved=tuple(bytes(moved) for moved in job.moved))
+        )
+        with self._idle:
+            del self._jobs[job.job_id]
+            self._idle.notify_all()
+
+
+def _touch(job: _Job, copy: Callable[[], None]) -> bool:
+    """Copy from or to engine blocks unless the job was cancelled; return whether it was done."""
+    with job.touching:
+        if not job.cancelled:
+            copy()
+        return not job.cancelled
+
+
+def _segments(slot: Slot, position: int, object_bytes: int) -> Segments:
+    return ((slot.address + position * object_bytes, object_bytes),)
+
+
+def _taken(queue: "Queue[_Job | None] | Queue[_Staged | None]") -> Iterator:  # type: ignore[type-arg]
+    while (item := queue.get()) is not None:
+        yield item
+
+
+def _drained(queue: "SimpleQueue") -> Iterator:  # type: ignore[type-arg]
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return

@@ -1,0 +1,338 @@
+"""Scheduler side and worker sides together, over real block memory and a memory store."""
+
+import pickle
+
+import pytest
+from tests.transfer.bench import Device, small_layout
+
+from hybridkv.clock import ManualClock
+from hybridkv.errors import ConfigError, TransferError
+from hybridkv.keys import BlockHasher, KeyScheme, Namespace
+from hybridkv.service.lookup import LookupDriver
+from hybridkv.service.messages import VERSION, JobKind, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.worker import WorkerSide
+from hybridkv.stores.base import PutResult
+from hybridkv.stores.memory import MemoryStore
+from hybridkv.stores.wrappers import FaultyStore
+from hybridkv.transfer.mover import MoverSettings
+
+PROMPT = list(range(1000))
+
+
+def blob(tokens, length=None):
+    return BlockHasher(hash_unit=16).hash_tokens(tokens[:length])
+
+
+class Engine:
+    """Scheduler side, one worker side a rank, and as much of an engine as they need."""
+
+    def __init__(self, store, *, tp=1, k=1, **settings):
+        self.layout = small_layout(k=k, tp=tp)
+        scheme = KeyScheme(Namespace(model_version="m"), self.layout, digest_bytes=32)
+        self.driver = LookupDriver(store, scheme)
+        self.side = SchedulerSide(self.driver, scheme, SchedulerSettings(**settings))
+        self.devices = [Device(self.layout, seed=rank) for rank in range(tp)]
+        self.workers = [
+            WorkerSide(
+                store,
+                scheme,
+                device.io,
+                rank=rank,
+                settings=MoverSettings(slot_bytes=1024, num_slots=2),
+                clock=ManualClock(),
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+
+    def close(self):
+        for worker in self.workers:
+            worker.close()
+            worker.close()
+        self.driver.close()
+
+    def run(self, ranks=None):
+        """Send a step to the ranks, let them finish, and return what they changed."""
+        plan = pickle.loads(pickle.dumps(self.side.take_step()))
+        loaded, failed, released = [], [], set()
+        for rank in range(len(self.workers)) if ranks is None else ranks:
+            self.workers[rank].start(plan)
+            assert self.workers[rank].drain(30)
+            progress = self.side.report(pickle.loads(pickle.dumps(self.workers[rank].poll())))
+            loaded += progress.loaded
+            failed += progress.load_failed
+            released |= progress.released
+        return loaded, failed, released
+
+    def save(self, request_id, tokens, steps=(), tables=None):
+        """Prefill a prompt from nothing in steps; return its tables."""
+        tables = tables or [list(range(1, 30)), list(range(1, 30))]
+        hit = self.side.find_hit(request_id, len(tokens), blob(tokens), may_load=False)
+        assert hit == 0
+        for stop in (*steps, len(tokens)):
+            self.side.advanced(request_id, stop, tables)
+            self.run()
+        return tables
+
+
+@pytest.fixture
+def make():
+    engines = []
+
+    def start(store=None, **settings):
+        engines.append(Engine(MemoryStore() if store is None else store, **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_one_request_saved_another_one_loads_bit_for_bit(make, tp, k):
+    engine = make(tp=tp, k=k)
+    before = [device.copy() for device in engine.devices]
+    engine.save("a", PROMPT[:205], steps=(70, 130))
+    for device in engine.devices:
+        device.fill(seed=99)
+    assert engine.side.find_hit("b", 205, blob(PROMPT, 205)) == 192
+    full, window = [0] * 12, [0] * 12
+    full[:] = range(20, 32)
+    window[10:] = [33, 34]
+    assert engine.side.allocated("b", [full, window])
+    assert engine.run() == (["b"], [], {*((0, i) for i in range(20, 32)), (1, 33), (1, 34)})
+    for device, then in zip(engine.devices, before, strict=True):
+        for layer in (0, 1):
+            assert (device.arrays[0][layer][20:32] == then[layer][1:13]).all()
+        assert (device.arrays[1][0][33:35] == then[2][11:13]).all()
+    assert engine.side.is_idle
+    assert engine.side.num_pinned == 0
+
+
+def test_the_devices_own_blocks_are_neither_loaded_nor_touched(make):
+    engine = make(k=4)
+    engine.save("a", PROMPT[:129])
+    assert engine.side.find_hit("b", 129, blob(PROMPT, 129), device_prefix=48) == 128
+    before = engine.devices[0].copy()
+    window = [0] * 8
+    window[6:] = [33, 34]
+    assert engine.side.allocated("b", [list(range(20, 28)), window])
+    assert engine.run()[0] == ["b"]
+    for layer in (0, 1):
+        now = engine.devices[0].arrays[0][layer]
+        assert (now[20:23] == before[layer][20:23]).all()
+        assert (now[23:28] == before[layer][4:9]).all()
+
+
+def test_saved_blocks_are_held_until_every_rank_has_staged_them(make):
+    engine = make(tp=2)
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
+    held = engine.side.advanced("a", 64, tables)
+    assert held == {(group, block) for group in (0, 1) for block in (1, 2, 3, 4)}
+    assert engine.side.num_pinned == 8
+    plan = engine.side.take_step()
+    for rank, expected in ((0, frozenset()), (1, held)):
+        engine.workers[rank].start(plan)
+        assert engine.workers[rank].drain(30)
+        assert engine.side.report(engine.workers[rank].poll()).released == expected
+    assert engine.side.watermark("a") == (4, 4)
+
+
+class FirstOnly(MemoryStore):
+    """Stores the first object of each put and refuses the others, while ``is_full``."""
+
+    is_full = True
+
+    def put(self, keys, sources, hints=None):
+        if not self.is_full:
+            return super().put(keys, sources, hints)
+        if all(self.contains(keys)):
+            return [PutResult.ALREADY] * len(keys)
+        first = [super().put(keys[:1], sources[:1])[0]] if not self.used else [PutResult.REFUSED]
+        return first + [PutResult.REFUSED] * (len(keys) - 1)
+
+    @property
+    def used(self):
+        return self.stats().objects
+
+
+def test_what_is_not_stored_does_not_advance_the_ledger_and_is_saved_again(make):
+    store = FirstOnly()
+    engine = make(store)
+    engine.side.find_hit("a", 96, blob(PROMPT, 96), may_load=False)
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.advanced("a", 64, tables)
+    engine.run()
+    assert engine.side.watermark("a") == (1, 0)
+    assert engine.side.counters.objects_stored == 1
+    store.is_full = False
+    engine.side.advanced("a", 96, tables)
+    engine.run()
+    assert engine.side.watermark("a") == (6, 6)
+
+
+def test_null_blocks_are_never_stored(make):
+    engine = make()
+    engine.side.find_hit("a", 96, blob(PROMPT, 96), may_load=False)
+    tables = [list(range(1, 7)), [0, 0, 0, 0, 5, 6]]
+    held = engine.side.advanced("a", 96, tables)
+    assert {block for group, block in held if group == 1} == {5, 6}
+    engine.run()
+    assert engine.side.watermark("a") == (6, 0)
+
+
+def test_a_load_that_misses_one_group_fails_as_a_whole_and_the_next_lookup_knows(make):
+    store = MemoryStore()
+    engine = make(store)
+    engine.save("a", PROMPT[:200])
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 192
+    lost = engine.side._scheme.keys(1, 0, range(11, 12), blob(PROMPT, 200))
+    store.discard(lost)
+    store.contains = lambda keys: [True] * len(keys)  # the store claims it still
+    window = [0] * 12
+    window[10:] = [33, 34]
+    engine.side.allocated("b", [list(range(20, 32)), window])
+    loaded, failed, released = engine.run()
+    assert (loaded, failed) == ([], ["b"])
+    assert (1, 33) in released
+    assert engine.side.counters.loads_failed == 1
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 176
+    engine.side.forget("b")
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 192
+
+
+def test_an_allocation_that_the_plan_does_not_fill_is_refused(make):
+    engine = make()
+    engine.save("a", PROMPT[:200])
+    engine.side.find_hit("b", 200, blob(PROMPT, 200))
+    with pytest.raises(TransferError, match="unfilled"):
+        engine.side.allocated("b", [list(range(20, 32)), list(range(20, 32))])
+    assert engine.side.counters.unfilled_blocks == 10
+    assert engine.side.take_step() == StepPlan()
+
+
+def test_a_stale_job_neither_completes_a_newer_life_nor_advances_its_ledger(make):
+    engine = make()
+    engine.save("a", PROMPT[:200])
+    window = [0] * 12
+    window[10:] = [33, 34]
+    tables = [list(range(20, 32)), window]
+    engine.side.find_hit("b", 200, blob(PROMPT, 200))
+    engine.side.allocated("b", tables)
+    plan = engine.side.take_step()
+    assert plan.jobs[0].kind is JobKind.LOAD
+    held = engine.side.forget("b")
+    assert held == {*((0, i) for i in range(20, 32)), (1, 33), (1, 34)}
+    # The request comes again under its id while the old load is on its way.
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 192
+    before = engine.devices[0].copy()
+    engine.workers[0].start(StepPlan(cancelled=engine.side.take_step().cancelled, jobs=()))
+    engine.workers[0].start(StepPlan(cancelled=(plan.jobs[0].job_id,)))
+    progress = engine.side.report(
+        WorkerReport(
+            rank=0,
+            ended=(
+                JobReport(
+                    job_id=plan.jobs[0].job_id,
+                    rank=0,
+                    outcome=Outcome.CANCELLED,
+                    moved=tuple(bytes(g.num_objects) for g in plan.jobs[0].groups),
+                ),
+            ),
+        )
+    )
+    assert (progress.loaded, progress.load_failed, progress.released) == ((), (), held)
+    assert all((a == b).all() for a, b in zip(engine.devices[0].every_array(), before, strict=True))
+    again = engine.side.report(
+        WorkerReport(rank=0, ended=(JobReport(job_id=1, rank=0, outcome=Outcome.DONE),))
+    )
+    assert again.loaded == ()
+    assert engine.side.counters.stale_reports == 1
+
+
+def test_a_load_that_was_not_sent_is_simply_taken_back(make):
+    engine = make()
+    engine.save("a", PROMPT[:200])
+    window = [0] * 12
+    window[10:] = [33, 34]
+    engine.side.find_hit("b", 200, blob(PROMPT, 200))
+    engine.side.allocated("b", [list(range(20, 32)), window])
+    assert engine.side.forget("b") == frozenset()
+    assert engine.side.take_step() == StepPlan()
+    assert engine.side.is_idle
+
+
+def test_a_save_outlives_its_request_and_its_blocks_are_held_until_it_is_staged(make):
+    engine = make()
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
+    held = engine.side.advanced("a", 64, tables)
+    assert engine.side.forget("a") == held
+    assert engine.run()[2] == held
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 64
+
+
+def test_reset_forgets_requests_and_cancels_jobs(make):
+    engine = make()
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("a", 96, blob(PROMPT, 96), may_load=False)
+    engine.side.advanced("a", 64, tables)
+    plan = engine.side.take_step()
+    engine.side.advanced("a", 96, tables)
+    engine.side.reset()
+    assert engine.side.take_step() == StepPlan(cancelled=(plan.jobs[0].job_id,))
+
+
+def test_settings_decide_what_is_worth_it(make):
+    engine = make(least_load_tokens=100, least_save_tokens=50)
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("short", 49, blob(PROMPT, 49))
+    assert engine.side.advanced("short", 49, tables) == frozenset()
+    engine.save("a", PROMPT[:97])
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 0
+    engine.save("c", PROMPT[:130])
+    assert engine.side.find_hit("d", 200, blob(PROMPT, 200)) == 128
+    assert engine.side.find_hit("e", 200, blob(PROMPT, 200), may_load=False) == 0
+    assert not engine.side.allocated("e", tables)
+    engine.side.find_hit("f", 200, blob(PROMPT[::-1], 200), may_save=False)
+    assert engine.side.advanced("f", 200, tables) == frozenset()
+
+
+def test_saves_beyond_the_pin_budget_are_dropped_and_counted(make):
+    engine = make(pinned_blocks=7)
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
+    assert engine.side.advanced("a", 64, tables) == frozenset()
+    assert engine.side.counters.saves_dropped == 1
+    assert engine.side.take_step() == StepPlan()
+
+
+def test_the_full_attention_run_beyond_the_hit_is_the_junction(make):
+    engine = make(retention=0)
+    engine.save("a", PROMPT[:400])
+    branch = PROMPT[:200] + [7] * 200
+    assert engine.side.find_hit("b", 400, blob(branch)) == 0
+    engine.side.advanced("b", 400, [list(range(1, 26)), list(range(1, 26))])
+    engine.run()
+    third = PROMPT[:200] + [8] * 200
+    assert engine.side.find_hit("c", 400, blob(third)) == 192
+
+
+def test_a_store_that_fails_leaves_no_block_held(make):
+    store = FaultyStore(MemoryStore())
+    engine = make(store)
+    store.fail_calls(100)
+    engine.save("a", PROMPT[:200])
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 0
+    assert (engine.side.num_pinned, engine.side.is_idle) == (0, True)
+    assert engine.side.watermark("a") == (0, 0)
+
+
+def test_messages_of_another_version_are_refused(make):
+    engine = make()
+    with pytest.raises(ConfigError, match="version 2"):
+        engine.side.report(WorkerReport(rank=0, version=VERSION + 1))
+    with pytest.raises(ConfigError, match="version 2"):
+        engine.workers[0].start(StepPlan(version=VERSION + 1))
