@@ -146,7 +146,8 @@ class Engine:
         num_preemptions: since the start.
 
     Example:
-        >>> from hybridkv.specs.full import Full
+        >>> from hybridkv import Full, Layout
+        >>> from hybridkv.testing.reference_model import reference_group
         >>> layout = Layout(name="tiny", groups=(reference_group("full", Full(block_size=4)),))
         >>> engine = Engine(Model(layout), EngineMemory(layout, num_blocks=8), NoConnector())
         >>> engine.submit("a", [1, 2, 3, 4, 5], max_output=3)
