@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -178,6 +179,58 @@ def test_store_faults_never_change_an_output(mix, fault):
     first = prompt_of(rng, 100)
     for idx in range(6):
         pair.serve(str(idx), first[: 60 + 8 * idx] + prompt_of(rng, 10))
+    pair.close()
+
+
+class Gated(MemoryStore):
+    """Puts, or gets, wait at a gate."""
+
+    def __init__(self, *, puts):
+        super().__init__()
+        self.gate, self.puts = threading.Event(), puts
+
+    def put(self, keys, sources, hints=None):
+        if self.puts:
+            self.gate.wait()
+        return super().put(keys, sources, hints)
+
+    def get(self, keys, targets):
+        if not self.puts:
+            self.gate.wait()
+        return super().get(keys, targets)
+
+
+def test_no_step_waits_for_a_save():
+    store, rng = Gated(puts=True), random.Random(6)
+    pair = Pair(layout_of("full, window"), store)
+    for request_id in ("a", "b"):
+        pair.submit(request_id, prompt_of(rng, 100), max_output=8)
+    pair.run()  # ends although no put has
+    assert store.stats().objects == 0
+    assert not pair.connector.side.is_idle
+    store.gate.set()
+    pair.settle()
+    assert store.stats().objects > 0
+    pair.compare("a")
+    pair.compare("b")
+    pair.close()
+
+
+def test_other_requests_compute_while_one_waits_for_its_load():
+    store, rng = Gated(puts=False), random.Random(7)
+    pair = Pair(layout_of("full, window"), store)
+    first = prompt_of(rng, 100)
+    pair.serve("first", first)
+    pair.submit("loading", first)
+    pair.engine.step()
+    pair.submit("other", prompt_of(rng, 60))
+    while "other" not in pair.engine.outputs:
+        pair.engine.step()
+    assert "loading" not in pair.engine.outputs
+    store.gate.set()
+    pair.run()
+    assert pair.compare("loading") > 0
+    pair.compare("other")
     pair.close()
 
 

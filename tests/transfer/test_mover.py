@@ -65,7 +65,7 @@ def test_what_was_saved_is_loaded_into_other_blocks():
         for now, then in zip(device.every_array(), after, strict=True):
             untouched = [i for i in range(len(now)) if i not in (10, 11, 12)]
             assert (now[untouched] == then[untouched]).all()
-        assert (mover.num_jobs, mover.num_slots_held) == (0, 0)
+        assert (mover.metrics().jobs, mover.metrics().slots_held) == (0, 0)
 
 
 def test_jobs_above_the_staging_budget_are_moved_in_turns():
@@ -139,7 +139,7 @@ def test_a_refused_put_is_tried_again_and_then_told():
         mover.save(2, (move(LAYOUT, 0, ["c", "d"], [3, 4]),))
         found, _ = ends(mover)
         assert (found[2].outcome, found[2].moved) == (Outcome.FAILED, (b"\1\0",))
-        assert mover.num_slots_held == 0
+        assert mover.metrics().slots_held == 0
 
 
 @pytest.mark.parametrize("fault", [Fault.FAILED, Fault.REFUSED])
@@ -169,6 +169,8 @@ def test_a_store_that_is_gone_fails_jobs_and_the_breaker_spares_it_for_a_while()
             mover.save(job_id, (move(LAYOUT, 0, [f"k{job_id}"], [3]),))
             assert ends(mover)[0][job_id].outcome is Outcome.FAILED
         assert store.calls == 2
+        assert (mover.metrics().calls.failed, mover.metrics().calls.refused) == (2, 2)
+        assert mover.metrics().calls.is_open
         clock.sleep(6)
         mover.save(5, (move(LAYOUT, 0, ["k5"], [3]),))
         assert ends(mover)[0][5].outcome is Outcome.FAILED
@@ -178,7 +180,7 @@ def test_a_store_that_is_gone_fails_jobs_and_the_breaker_spares_it_for_a_while()
         for job_id in (6, 7):
             mover.save(job_id, (move(LAYOUT, 0, [f"k{job_id}"], [3]),))
             assert ends(mover)[0][job_id].outcome is Outcome.DONE
-        assert mover.num_slots_held == 0
+        assert mover.metrics().slots_held == 0
 
 
 def test_a_hanging_call_is_left_behind_and_its_slot_comes_back_when_it_ends():
@@ -196,12 +198,12 @@ def test_a_hanging_call_is_left_behind_and_its_slot_comes_back_when_it_ends():
         before = device.copy()
         mover.load(1, (move(LAYOUT, 0, ["a"], [3]),))
         assert ends(mover)[0][1].outcome is Outcome.FAILED
-        assert mover.num_slots_held == 1
+        assert mover.metrics().slots_held == 1
         mover.load(2, (move(LAYOUT, 0, ["a"], [3]),))
         assert ends(mover)[0][2].outcome is Outcome.FAILED
         hang.set()
         deadline = time.monotonic() + 30
-        while mover.num_slots_held:
+        while mover.metrics().slots_held:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert all((now == then).all() for now, then in zip(device.every_array(), before, strict=True))
@@ -272,7 +274,7 @@ def test_a_cancelled_save_that_was_not_staged_stores_nothing_more():
         store.gate.set()
         found, staged = ends(mover)
         assert (found[1].outcome, found[1].moved, staged) == (Outcome.CANCELLED, (b"\1\0",), [1])
-        assert mover.num_slots_held == 0
+        assert mover.metrics().slots_held == 0
 
 
 def test_a_wrong_block_fails_its_job_and_the_thread_lives_on(caplog):
@@ -283,7 +285,7 @@ def test_a_wrong_block_fails_its_job_and_the_thread_lives_on(caplog):
         found, _ = ends(mover, 3)
         assert [found[i].outcome for i in (1, 2, 3)] == [Outcome.FAILED, Outcome.FAILED, Outcome.DONE]
         assert "staging save 1 failed" in caplog.text
-        assert mover.num_slots_held == 0
+        assert mover.metrics().slots_held == 0
 
 
 def test_a_bug_in_a_store_fails_the_job_and_frees_the_slot():
@@ -300,7 +302,7 @@ def test_a_bug_in_a_store_fails_the_job_and_frees_the_slot():
             mover.load(10 + job_id, (move(LAYOUT, 0, ["a"], [3]),))
         found, _ = ends(mover, 6)
         assert {one.outcome for one in found.values()} == {Outcome.FAILED}
-        assert mover.num_slots_held == 0
+        assert mover.metrics().slots_held == 0
 
 
 def test_a_full_queue_fails_jobs_at_once():
@@ -312,6 +314,32 @@ def test_a_full_queue_fails_jobs_at_once():
         store.gate.set()
         found, _ = ends(mover, 11)
         assert {one.outcome for one in found.values()} == {Outcome.DONE, Outcome.FAILED}
+
+
+def test_puts_are_paced_to_the_write_bandwidth():
+    clock = ManualClock()
+    settings = MoverSettings(slot_bytes=256, num_slots=2, write_bytes_per_s=128)
+    with moving(MemoryStore(), settings=settings, clock=clock) as (mover, _):
+        mover.save(1, (move(LAYOUT, 0, ["a", "b", "c"], [3, 4, 5]),))
+        assert ends(mover)[0][1].outcome is Outcome.DONE
+        # Three puts of 256 bytes at 128 bytes a second: the second and the third wait two seconds each.
+        assert clock.now_s() == pytest.approx(4.0)
+
+
+def test_metrics_tell_what_is_under_way_and_what_happened():
+    store = Gated()
+    with moving(store) as (mover, _):
+        mover.save(1, (move(LAYOUT, 0, ["a"], [3]),))
+        store.arrived.wait()
+        mover.save(2, (move(LAYOUT, 0, ["b"], [3]),))
+        busy = mover.metrics()
+        assert (busy.jobs, busy.slots_held >= 1, busy.calls.calls) == (2, True, 0)
+        assert busy.staging_bytes_held == busy.slots_held * 1024
+        store.gate.set()
+        ends(mover, 2)
+        idle = mover.metrics()
+        assert (idle.jobs, idle.queued_saves, idle.queued_loads, idle.slots_held) == (0, 0, 0, 0)
+        assert (idle.calls.calls, idle.calls.late, idle.calls.failed, idle.calls.is_open) == (2, 0, 0, False)
 
 
 def test_job_ids_never_repeat():

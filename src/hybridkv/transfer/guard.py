@@ -34,6 +34,27 @@ class GuardSettings:
     open_s: float = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardMetrics:
+    """Store calls since the start.
+
+    Attributes:
+        calls: that were answered in time.
+        seconds: that these took together.
+        late: that outlasted their deadline.
+        failed: that raised.
+        refused: that the breaker did not let through.
+        is_open: whether the breaker refuses calls now.
+    """
+
+    calls: int
+    seconds: float
+    late: int
+    failed: int
+    refused: int
+    is_open: bool
+
+
 class Guard:
     """Runs store calls on threads of its own and waits for each no longer than the deadline.
 
@@ -49,9 +70,8 @@ class Guard:
         self._lock = threading.Lock()
         self._failures = 0
         self._closed_until_s = 0.0
-        self.num_late = 0
-        self.num_failed = 0
-        self.num_refused = 0
+        self._counts = {"calls": 0, "late": 0, "failed": 0, "refused": 0}
+        self._seconds = 0.0
 
     def call(self, call: Callable[[], T], give_back: Callable[[], None]) -> T | None:
         """Return what the call returns, or ``None`` when it failed, was late or was refused by the breaker.
@@ -65,6 +85,7 @@ class Guard:
             give_back()
             return None
         future = self._threads.submit(call)
+        started_s = self._clock.now_s()
         try:
             answer = future.result(self._settings.timeout_s)
         except TimeoutError:
@@ -79,13 +100,21 @@ class Guard:
             return None
         with self._lock:
             self._failures, self._closed_until_s = 0, 0.0
+            self._counts["calls"] += 1
+            self._seconds += self._clock.now_s() - started_s
         return answer
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the breaker refuses calls now."""
+    def metrics(self) -> GuardMetrics:
+        """Return what happened since the start."""
         with self._lock:
-            return self._clock.now_s() < self._closed_until_s
+            return GuardMetrics(
+                calls=self._counts["calls"],
+                seconds=self._seconds,
+                late=self._counts["late"],
+                failed=self._counts["failed"],
+                refused=self._counts["refused"],
+                is_open=self._clock.now_s() < self._closed_until_s,
+            )
 
     def close(self) -> None:
         """End the threads; waits for no hanging call."""
@@ -94,7 +123,7 @@ class Guard:
     def _may_call(self) -> bool:
         with self._lock:
             if self._clock.now_s() < self._closed_until_s:
-                self.num_refused += 1
+                self._counts["refused"] += 1
                 return False
             if self._failures >= self._settings.failures_to_open:
                 # One trial: whoever comes meanwhile is refused as before.
@@ -103,8 +132,7 @@ class Guard:
 
     def _note(self, *, late: bool) -> None:
         with self._lock:
-            self.num_late += late
-            self.num_failed += not late
+            self._counts["late" if late else "failed"] += 1
             self._failures += 1
             if self._failures >= self._settings.failures_to_open:
                 self._closed_until_s = self._clock.now_s() + self._settings.open_s

@@ -25,7 +25,7 @@ from hybridkv.clock import Clock, MonotonicClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.stores.base import GetResult, PutResult, Segments, Store
 from hybridkv.transfer.block_io import BlockIO
-from hybridkv.transfer.guard import Guard, GuardSettings
+from hybridkv.transfer.guard import Guard, GuardMetrics, GuardSettings
 from hybridkv.transfer.staging import Slot, StagingPool
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class MoverSettings:
         put_retries: how often refused objects are put again.
         backoff_s: wait before the first of these; it doubles from one to the next.
         slot_timeout_s: longest wait for a free slot.
+        write_bytes_per_s: most bytes that are put on average, so that saves leave the store to loads;
+            ``None`` = no limit.
         guard: deadline and breaker of store calls.
     """
 
@@ -91,7 +93,29 @@ class MoverSettings:
     put_retries: int = 3
     backoff_s: float = 0.03
     slot_timeout_s: float = 10.0
+    write_bytes_per_s: int | None = None
     guard: GuardSettings = field(default_factory=GuardSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoverMetrics:
+    """What a ``Mover`` has under way.
+
+    Attributes:
+        jobs: that were started and have not ended.
+        queued_saves: of them, saves that nobody has begun to stage.
+        queued_loads: of them, loads that nobody has begun.
+        slots_held: staging slots in use, also by calls that hang.
+        staging_bytes_held: the same in bytes: what is in flight at most.
+        calls: store calls since the start.
+    """
+
+    jobs: int
+    queued_saves: int
+    queued_loads: int
+    slots_held: int
+    staging_bytes_held: int
+    calls: GuardMetrics
 
 
 class _Job:
@@ -144,6 +168,7 @@ class Mover:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._closed = False
+        self._next_put_s = 0.0
         self._threads = [
             Thread(target=target, name=f"hybridkv-{name}", daemon=True)
             for name, target in (
@@ -205,16 +230,20 @@ class Mover:
             if pool.num_free == self._settings.num_slots:
                 pool.close()
 
-    @property
-    def num_jobs(self) -> int:
-        """Jobs that were started and have not ended."""
+    def metrics(self) -> MoverMetrics:
+        """Return what is under way now, and the store calls since the start."""
+        free = self._save_slots.num_free + self._load_slots.num_free
+        held = 2 * self._settings.num_slots - free
         with self._lock:
-            return len(self._jobs)
-
-    @property
-    def num_slots_held(self) -> int:
-        """Staging slots in use, also by calls that hang."""
-        return 2 * self._settings.num_slots - self._save_slots.num_free - self._load_slots.num_free
+            jobs = len(self._jobs)
+        return MoverMetrics(
+            jobs=jobs,
+            queued_saves=self._saves.qsize(),
+            queued_loads=self._loads.qsize(),
+            slots_held=held,
+            staging_bytes_held=held * self._settings.slot_bytes,
+            calls=self._guard.metrics(),
+        )
 
     # ---- the threads
 
@@ -263,11 +292,20 @@ class Mover:
 
     def _run_puts(self) -> None:
         for staged in _taken(self._puts):
+            self._pace((staged.stop - staged.start) * staged.job.parts[staged.part].object_bytes)
             try:
                 self._put(staged)
             except Exception:  # noqa: BLE001 - as above
                 _log.exception("putting a batch of save %d failed", staged.job.job_id)
             self._batch_done(staged.job)
+
+    def _pace(self, num_bytes: int) -> None:
+        """Wait until a put of so many bytes fits the write bandwidth."""
+        rate = self._settings.write_bytes_per_s
+        if rate is not None:
+            now_s = self._clock.now_s()
+            self._clock.sleep(max(0.0, self._next_put_s - now_s))
+            self._next_put_s = max(self._next_put_s, now_s) + num_bytes / rate
 
     def _put(self, staged: _Staged) -> None:
         """Put a staged batch; what the store refuses for want of room is put again a few times."""
