@@ -48,11 +48,21 @@ def layout_of(mix, tp=1, k=1):
 class Pair:
     """The same requests on an engine with hybridkv and on one without."""
 
-    def __init__(self, layout, store, *, num_blocks=120, max_step_tokens=48, prefix_cache=False, **settings):
+    def __init__(
+        self,
+        layout,
+        store,
+        *,
+        num_blocks=120,
+        max_step_tokens=48,
+        prefix_cache=False,
+        mover=MOVER,
+        **settings,
+    ):
         self.model = Model(layout, seed=3)
         self.memory = EngineMemory(layout, num_blocks=num_blocks)
         self.connector = ServiceConnector(
-            self.memory, store, scheduler=SchedulerSettings(lookup_timeout_s=None, **settings), mover=MOVER
+            self.memory, store, scheduler=SchedulerSettings(lookup_timeout_s=None, **settings), mover=mover
         )
         steps = {"max_step_tokens": max_step_tokens}
         self.engine = Engine(self.model, self.memory, self.connector, prefix_cache=prefix_cache, **steps)

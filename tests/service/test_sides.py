@@ -3,7 +3,6 @@
 import pickle
 
 import pytest
-from tests.transfer.bench import Device, small_layout
 
 from hybridkv.clock import ManualClock
 from hybridkv.errors import ConfigError, TransferError
@@ -16,6 +15,7 @@ from hybridkv.stores.base import PutResult
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import FaultyStore
 from hybridkv.transfer.mover import MoverSettings
+from tests.transfer.bench import Device, small_layout
 
 PROMPT = list(range(1000))
 

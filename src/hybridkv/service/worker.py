@@ -7,7 +7,7 @@ from hybridkv.service.messages import VERSION, Job, JobKind, JobReport, Outcome,
 from hybridkv.stores.base import Store
 from hybridkv.transfer import mover
 from hybridkv.transfer.block_io import BlockIO
-from hybridkv.transfer.mover import GroupMove, Mover, MoverSettings
+from hybridkv.transfer.mover import GroupMove, Mover, MoverMetrics, MoverSettings
 
 _OUTCOMES = {
     mover.Outcome.DONE: Outcome.DONE,
@@ -66,6 +66,10 @@ class WorkerSide:
                 for one in ended
             ),
         )
+
+    def metrics(self) -> MoverMetrics:
+        """Return what is under way, and the store calls since the start."""
+        return self._mover.metrics()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job is left; return whether that came in time."""
