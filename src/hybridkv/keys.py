@@ -247,11 +247,6 @@ class KeyScheme:
         prefix, width, text = self._prefixes[spec_group][rank], 2 * self._digest_bytes, digests.hex()
         return [prefix + text[i : i + width] for i in range(0, len(text), width)]
 
-    def split(self, digests: bytes) -> list[bytes]:
-        """Return block hashes laid end to end as a list."""
-        width = self._digest_bytes
-        return [digests[i : i + width] for i in range(0, len(digests), width)]
-
     def digests(self, spec_group: int, objects: range | NDArray[np.int64], blob: bytes) -> bytes:
         """Return the block hashes that name some objects of a prompt, laid end to end.
 

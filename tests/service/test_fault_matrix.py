@@ -116,10 +116,8 @@ def test_outputs_stay_right_nothing_hangs_and_nothing_stays_held(how):
     assert pair.serve("warm", first + prompt_of(rng, 1)) >= 0  # closes the breaker where it was open
     assert pair.serve("after", first) > 0, "the store is used again once it answers"
     for event in announced:
-        key = pair.connector.side._scheme.keys_of(event.spec_group, 0, event.block_hash)
-        assert store.contains(key) == [True] or how in ("short_read", "wrong_bytes"), (
-            "corrupt ones are discarded"
-        )
+        keys = pair.connector.side._scheme.keys_of(event.spec_group, 0, event.block_hashes)
+        assert all(store.contains(keys)) or how in ("short_read", "wrong_bytes"), "corrupt ones are discarded"
     deadline = time.monotonic() + 20
     while any(worker.metrics().slots_held for worker in pair.connector.workers):
         assert time.monotonic() < deadline, "a staging slot did not come back"

@@ -144,7 +144,10 @@ def test_a_store_that_fails_is_a_miss_and_the_next_lookup_works(drive, caplog, m
     assert "a lookup ended early" in caplog.text
     store.heal()
     assert driver.lookup(NUM_TOKENS, BLOB).result.hit == 8_000
-    assert driver.endings == {Ending.FAILED: 1, Ending.EXACT: 1}
+    metrics = driver.metrics()
+    assert metrics.endings == {Ending.FAILED: 1, Ending.EXACT: 1}
+    assert metrics.keys_asked >= metrics.keys_useful > 0
+    assert metrics.calls > 1
 
 
 def test_a_closed_driver_is_refused(drive):

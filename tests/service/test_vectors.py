@@ -152,6 +152,16 @@ def test_events_name_what_was_stored_now_and_the_parent_in_the_prefix_chain():
         sizes.store.put(sizes.scheme.keys(0, 0, range(held, held + 1), sizes.blob(PROMPT[:64])), [((0, 1),)])
     sizes.serve(PROMPT[:64])
     # Object 0 was found by the lookup; 2 was not, so its put answers "already" and it is announced too.
-    announced = {event.block_hash: event.parent_hash for event in sizes.events}
-    assert announced == {digests[1]: digests[0], digests[2]: digests[1], digests[3]: digests[2]}
-    assert {(event.spec_group, event.num_tokens) for event in sizes.events} == {(0, 16)}
+    (event,) = sizes.events
+    assert event.parent_hash == digests[0]
+    assert event.block_hashes == b"".join(digests[1:])
+    assert (event.spec_group, event.object_size) == (0, 16)
+    sizes = Sizes(layout(full(64), window(16, 16)))
+    sizes.serve(PROMPT[:128])
+    events = [event for event in sizes.events if event.spec_group == 1]
+    names = [sizes.blob(PROMPT[: 16 * (i + 1)])[-32:] for i in range(8)]
+    assert [(event.parent_hash, event.block_hashes) for event in events] == [
+        (names[2], names[3]),
+        (names[6], names[7]),
+    ]
+    assert [event.parent_hash for event in sizes.events if event.spec_group == 0] == [b""]

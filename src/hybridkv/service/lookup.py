@@ -54,6 +54,23 @@ class LookupOutcome:
     calls: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupMetrics:
+    """What all lookups of a driver took together.
+
+    Attributes:
+        endings: how many ended in which way.
+        keys_asked: all ranks together.
+        keys_useful: those of them that were then to be loaded.
+        calls: store calls that were sent.
+    """
+
+    endings: dict[Ending, int]
+    keys_asked: int
+    keys_useful: int
+    calls: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Run:
     """One lookup on its way."""
@@ -85,8 +102,6 @@ class LookupDriver:
         max_keys: keys in one call at most, >= 1.
         clock: tells whether a deadline has passed; a wait for the store takes real time.
 
-    Attributes:
-        endings: how many lookups ended in which way.
     """
 
     def __init__(
@@ -99,7 +114,8 @@ class LookupDriver:
         self._threads = DaemonThreads(MAX_CALLS, "hybridkv-lookup")
         self._lock = Lock()
         self._closed = False
-        self.endings: Counter[Ending] = Counter()
+        self._endings: Counter[Ending] = Counter()
+        self._keys_asked = self._keys_useful = self._calls = 0
 
     def lookup(
         self,
@@ -139,9 +155,23 @@ class LookupDriver:
         except StoreError as error:
             _log.warning("a lookup ended early: %s", error)
             ending = Ending.FAILED
+        outcome = LookupOutcome(result=run.search.result(), ending=ending, calls=run.calls)
         with self._lock:
-            self.endings[ending] += 1
-        return LookupOutcome(result=run.search.result(), ending=ending, calls=run.calls)
+            self._endings[ending] += 1
+            self._keys_asked += sum(outcome.result.keys_asked)
+            self._keys_useful += sum(outcome.result.keys_useful)
+            self._calls += run.calls
+        return outcome
+
+    def metrics(self) -> LookupMetrics:
+        """Return what all lookups took together."""
+        with self._lock:
+            return LookupMetrics(
+                endings=dict(self._endings),
+                keys_asked=self._keys_asked,
+                keys_useful=self._keys_useful,
+                calls=self._calls,
+            )
 
     def close(self) -> None:
         """End the threads, once no lookup runs; waits for no hanging call. A second call does nothing."""

@@ -29,7 +29,7 @@ from hybridkv.specs.group import SpecGroup
 from hybridkv.transfer.block_io import NULL_BLOCK, SKIP
 from hybridkv.transfer.ledger import Ledger
 
-Tables = Sequence[Sequence[int]]
+Tables = Sequence[Sequence[int] | NDArray[np.int64]]
 """Engine block ids per cache group."""
 Blocks = frozenset[tuple[int, int]]
 """Engine blocks: (cache group, block id)."""
@@ -56,19 +56,20 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvent:
-    """Tells routers of an object that every rank has stored.
+    """Tells routers of consecutive objects that every rank has stored.
 
     Attributes:
         spec_group: index of the spec group.
-        block_hash: names the object.
-        parent_hash: names the object before it in its prefix chain, stored now or not; empty for the first.
-        num_tokens: tokens of the object.
+        block_hashes: name the objects, in order, laid end to end: each is the parent of the next.
+        parent_hash: names the object before the first one in its prefix chain, stored now or not; empty
+            where there is none.
+        object_size: tokens of each object.
     """
 
     spec_group: int
-    block_hash: bytes
+    block_hashes: bytes
     parent_hash: bytes
-    num_tokens: int
+    object_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,13 +230,17 @@ class SchedulerSide:
         self.counters.hit_tokens += life.hit - life.device_prefix
         return self._start(JobKind.LOAD, life, objects, tables).blocks
 
-    def advanced(self, request_id: str, num_computed: int, tables: Tables) -> Blocks:
+    def advanced(
+        self, request_id: str, num_computed: int, tables: Tables, *, states: Sequence[int] | None = None
+    ) -> Blocks:
         """Plan the save of what the coming step completes; return the blocks that must be held for it.
 
         Args:
             request_id: of a request that computes.
             num_computed: tokens of the prompt that are computed after the step; more than N count as N.
             tables: as they are during the step.
+            states: numbers of tokens after which the tables hold recurrent states; ``None`` = only what is
+                computed after the step.
         """
         life = self._lives[request_id]
         stop = min(num_computed, life.num_tokens)
@@ -251,7 +256,7 @@ class SchedulerSide:
         )
         life.advanced = stop
         wanted = [
-            self._saveable(group, plan.indices(), tables, stop)
+            self._saveable(group, plan.indices(), tables, [stop] if states is None else states)
             for group, plan in zip(self._layout.spec_groups, plans, strict=True)
         ]
         needed = sum(
@@ -353,11 +358,11 @@ class SchedulerSide:
     # ---- inside
 
     def _saveable(
-        self, group: SpecGroup, objects: NDArray[np.int64], tables: Tables, stop: int
+        self, group: SpecGroup, objects: NDArray[np.int64], tables: Tables, states: Sequence[int]
     ) -> NDArray[np.int64]:
         """Return the objects that the engine's blocks hold now: no null block, no unwritten state."""
         if group.spec.written_only_at_step_end:
-            objects = objects[(objects + 1) * group.object_size == stop]
+            objects = objects[np.isin((objects + 1) * group.object_size, states)]
         is_held = (self._block_ids(group, objects, tables) != NULL_BLOCK).all(axis=(1, 2))
         saveable: NDArray[np.int64] = objects[is_held]
         return saveable
@@ -455,15 +460,13 @@ class SchedulerSide:
             life.ledger.settle(group.index, objects, moved)
             stored = objects[moved]
             self.counters.objects_stored += len(stored)
-            hashes = self._scheme.split(self._scheme.digests(group.index, stored, life.blob))
-            before = stored[stored > 0] - 1
-            parents = self._scheme.split(self._scheme.digests(group.index, before, life.blob))
-            for block_hash, parent in zip(hashes, [b""] * (len(stored) - len(before)) + parents, strict=True):
+            for run in np.split(stored, np.flatnonzero(np.diff(stored) != 1) + 1) if len(stored) else ():
+                parent = run[:1][run[:1] > 0] - 1
                 yield StoredEvent(
                     spec_group=group.index,
-                    block_hash=block_hash,
-                    parent_hash=parent,
-                    num_tokens=group.object_size,
+                    block_hashes=self._scheme.digests(group.index, run, life.blob),
+                    parent_hash=self._scheme.digests(group.index, parent, life.blob),
+                    object_size=group.object_size,
                 )
 
     def _settle_load(self, running: _Running, loaded: list[str], failed: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Replays a request trace through planner, keys and a store.
+"""Replays a request trace through the service, planner, keys and a store.
 
 Requests come one after the other in file order, each save done before the next lookup, on an engine whose
 device is empty (p0 = 0). What the first requests leave in the store is what later ones can hit.
@@ -20,8 +20,9 @@ from hybridkv.plan.boundaries import (
     largest_candidate,
     resend_boundary,
 )
-from hybridkv.plan.save import GroupSave, plan_save
 from hybridkv.service.lookup import Ending, LookupDriver
+from hybridkv.service.messages import GroupTransfer, JobKind, JobReport, Outcome, WorkerReport
+from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.sim.naming import NAME_BYTES, NamedPrompt, Tails, UnitNamer
 from hybridkv.sim.payload import PatternBytes, Payloads, SizesOnly
 from hybridkv.sim.report import GroupReport, ReplayReport
@@ -30,8 +31,10 @@ from hybridkv.specs.layout import Layout
 from hybridkv.stores.base import GetResult, PutResult, Store
 from hybridkv.stores.memory import MemoryStore, open_memory
 from hybridkv.stores.registry import open_store, parse_store_uri
+from hybridkv.transfer.block_io import NULL_BLOCK
 
 _MAX_KEYS = 1 << 20  # one call a batch: the simulated round trips are those of the planner
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,11 @@ class Replay:
         self._scheme = KeyScheme(namespace, layout, digest_bytes=NAME_BYTES)
         self._store, self._payloads = self._open(settings.store_uri)
         self._driver = LookupDriver(self._store, self._scheme, max_keys=_MAX_KEYS)
+        self._side = SchedulerSide(
+            self._driver,
+            self._scheme,
+            SchedulerSettings(retention=settings.retention, lookup_timeout_s=None, pinned_blocks=_NO_LIMIT),
+        )
         self.report = self._empty_report()
 
     def _open(self, text: str) -> tuple[Store, Payloads]:
@@ -146,51 +154,83 @@ class Replay:
         finally:
             self._driver.close()
             self._store.close()
+        lookups = self._driver.metrics()
+        if lookups.endings.keys() - {Ending.EXACT}:
+            raise StoreUnavailableError("the store failed during a lookup")
+        self.report.keys_asked, self.report.keys_useful = lookups.keys_asked, lookups.keys_useful
+        self.report.round_trips = lookups.calls
         return self.report
 
     def _serve(self, request: TraceRequest) -> None:
         prompt, num_tokens, report = self._namer.name(request), request.input_length, self.report
-        outcome = self._driver.lookup(num_tokens, prompt.blob)
-        found, hit = outcome.result, outcome.result.hit
-        if outcome.ending is not Ending.EXACT:
-            raise StoreUnavailableError("the store failed during a lookup")
-        self._load(prompt, found.loads)
-        junction = found.full_run if found.full_run > hit else 0
-        for start, stop in self._steps(hit, num_tokens):
-            plans = plan_save(
-                self._layout,
-                retention=self._settings.retention,
-                start=start,
-                stop=stop,
-                num_tokens=num_tokens,
-                junction=junction,
-            )
-            self._save(prompt, plans, stop)
+        request_id = f"line {request.line}"
+        hit = self._side.find_hit(request_id, num_tokens, prompt.blob)
+        self._side.allocated(request_id, self._tables(num_tokens, hit))
+        self._work()
+        every_block = self._tables(num_tokens)
+        for stop in self._steps(hit, num_tokens):
+            self._side.advanced(request_id, stop, every_block, states=self._states(num_tokens))
+            self._work()
+        self._side.forget(request_id)
         report.requests += 1
-        report.keys_asked += sum(found.keys_asked)
-        report.keys_useful += sum(found.keys_useful)
-        report.round_trips += outcome.calls
         report.prompt_tokens += num_tokens
         report.hit_tokens += hit
         report.full_attention_hit_tokens += _most_hit(self._full_attention, prompt, num_tokens)
         report.unbounded_hit_tokens += _most_hit(self._layout, prompt, num_tokens)
 
-    def _load(self, prompt: NamedPrompt, loads: Sequence[range]) -> None:
-        for group, objects in zip(self._layout.spec_groups, loads, strict=True):
-            for rank in range(group.num_ranks):
-                keys = self._scheme.keys(group.index, rank, objects, prompt.blob)
-                results = self._payloads.get(keys, self._object_bytes[group.index]) if keys else []
-                for key, result in zip(keys, results, strict=True):
-                    if result is not GetResult.OK:
-                        raise CorruptPayloadError(
-                            f"object {key} was found and then answered {result.value!r}"
-                        )
-                counts = self.report.groups[group.index]
-                counts.loaded_objects += len(keys)
-                counts.loaded_bytes += len(keys) * self._object_bytes[group.index]
+    def _tables(self, num_tokens: int, hit: int | None = None) -> list[NDArray[np.int64]]:
+        """Return block tables as an engine has them: all blocks, or only what a resume at ``hit`` reads."""
+        tables = []
+        for group in self._layout.groups:
+            size = group.spec.block_size
+            need = range(num_tokens) if hit is None else group.spec.needed(hit)
+            first, stop = need.start // size, (hit or num_tokens) // size
+            table = np.arange(1 - first, 1 + stop - first)
+            table[:first] = NULL_BLOCK
+            tables.append(table)
+        return tables
 
-    def _steps(self, hit: int, num_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield the prefill steps as vLLM 0.32 cuts them for recurrent layers (its ``align`` mode).
+    def _states(self, num_tokens: int) -> range | None:
+        """Return after how many tokens recurrent states exist: at every boundary without steps."""
+        if self._settings.prefill_tokens is not None:
+            return None
+        return range(0, num_tokens + 1, self._layout.alignment)
+
+    def _work(self) -> None:
+        """Carry out what the scheduler side has planned, at once and on every rank."""
+        ranks = range(self._layout.tp)
+        for job in self._side.take_step().jobs:
+            moved = [[self._move(job.kind, transfer, rank) for rank in ranks] for transfer in job.groups]
+            for rank, of_rank in zip(ranks, zip(*moved, strict=True), strict=True):
+                ended = JobReport(job_id=job.job_id, rank=rank, outcome=Outcome.DONE, moved=of_rank)
+                self._side.report(WorkerReport(rank=rank, ended=(ended,)))
+
+    def _move(self, kind: JobKind, transfer: GroupTransfer, rank: int) -> bytes:
+        group, counts = self._layout.spec_groups[transfer.spec_group], self.report.groups[transfer.spec_group]
+        if rank >= group.num_ranks:  # a copy of another rank's bytes
+            return b"\1" * transfer.num_objects
+        keys = self._scheme.keys_of(group.index, rank, transfer.digests)
+        object_bytes = self._object_bytes[group.index]
+        if kind is JobKind.LOAD:
+            counts.loaded_objects += len(keys)
+            counts.loaded_bytes += len(keys) * object_bytes
+            return self._load(keys, object_bytes)
+        results = self._payloads.put(keys, object_bytes) if keys else []
+        stored, held = results.count(PutResult.STORED), results.count(PutResult.ALREADY)
+        counts.saved_objects += stored
+        counts.saved_bytes += stored * object_bytes
+        counts.refused_objects += len(results) - stored - held
+        return bytes(result in (PutResult.STORED, PutResult.ALREADY) for result in results)
+
+    def _load(self, keys: Sequence[str], object_bytes: int) -> bytes:
+        results = self._payloads.get(keys, object_bytes) if keys else []
+        for key, result in zip(keys, results, strict=True):
+            if result is not GetResult.OK:
+                raise CorruptPayloadError(f"object {key} was found and then answered {result.value!r}")
+        return b"\1" * len(keys)
+
+    def _steps(self, hit: int, num_tokens: int) -> Iterator[int]:
+        """Yield where prefill steps end, as vLLM 0.32 cuts them for recurrent layers (its ``align`` mode).
 
         A step that does not finish the prompt ends at a multiple of the alignment where it can, and the last
         such multiple below the end is always a step's end.
@@ -204,22 +244,8 @@ class Replay:
                 stop = stop // align * align
             if limit is not None and start < last < stop:
                 stop = last
-            yield start, stop
+            yield stop
             start = stop
-
-    def _save(self, prompt: NamedPrompt, plans: Sequence[GroupSave], stop: int) -> None:
-        for group, plan in zip(self._layout.spec_groups, plans, strict=True):
-            objects: NDArray[np.int64] = plan.indices()
-            if group.spec.written_only_at_step_end and self._settings.prefill_tokens is not None:
-                objects = objects[(objects + 1) * group.object_size == stop]
-            counts, object_bytes = self.report.groups[group.index], self._object_bytes[group.index]
-            for rank in range(group.num_ranks):
-                keys = self._scheme.keys(group.index, rank, objects, prompt.blob)
-                results = self._payloads.put(keys, object_bytes) if keys else []
-                stored = results.count(PutResult.STORED)
-                counts.saved_objects += stored
-                counts.saved_bytes += stored * object_bytes
-                counts.refused_objects += len(results) - stored - results.count(PutResult.ALREADY)
 
     def _count_evictions(self, evicted: Sequence[tuple[str, int]]) -> None:
         for key, num_bytes in evicted:
