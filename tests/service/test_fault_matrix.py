@@ -32,9 +32,9 @@ class Failing(MemoryStore):
         return self._do("get", super().get, keys, targets)
 
     def contains(self, keys):
-        if self.is_failing and self.how == "gone":
+        if self.is_failing and self.how in ("gone", "bug"):
             self.num_faults += 1
-            raise StoreUnavailableError("gone")
+            raise StoreUnavailableError("gone") if self.how == "gone" else ZeroDivisionError
         return super().contains(keys)
 
     def _do(self, what, call, keys, segments):

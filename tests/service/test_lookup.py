@@ -167,6 +167,19 @@ def test_a_store_that_answers_nonsense_is_a_miss(drive, answers):
     assert (outcome.result.hit, outcome.ending) == (0, Ending.FAILED)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError, ZeroDivisionError])
+def test_a_store_with_a_bug_is_a_miss(drive, caplog, error):
+    class Broken:
+        def contains(self, _keys):
+            raise error("bug")
+
+    outcome = drive(Broken()).lookup(NUM_TOKENS, BLOB)
+    assert (outcome.result.hit, outcome.ending) == (0, Ending.FAILED)
+    assert error.__name__ in caplog.text
+    again = drive(Broken(), max_keys=10).lookup(NUM_TOKENS, BLOB, timeout_s=10, absent={"x"})
+    assert again.ending is Ending.FAILED
+
+
 def test_calls_hold_at_least_one_key(drive):
     with pytest.raises(ConfigError, match="max_keys is 0"):
         drive(stored(), max_keys=0)

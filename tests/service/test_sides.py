@@ -8,7 +8,7 @@ from hybridkv.clock import ManualClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import VERSION, JobKind, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.service.messages import VERSION, JobReport, Outcome, StepPlan, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import PutResult
@@ -213,55 +213,127 @@ def test_an_allocation_that_the_plan_does_not_fill_is_refused(make):
     assert engine.side.take_step() == StepPlan()
 
 
+def loading(engine, request_id="b"):
+    """Save a prompt, and plan a request's load of it; return the blocks to hold."""
+    engine.save("a", PROMPT[:200])
+    engine.side.forget("a")
+    return load_again(engine, request_id)
+
+
+def load_again(engine, request_id="b"):
+    window = [0] * 12
+    window[10:] = [33, 34]
+    assert engine.side.find_hit(request_id, 200, blob(PROMPT, 200)) == 192
+    return engine.side.allocated(request_id, [list(range(20, 32)), window])
+
+
+def ended(plan, outcome=Outcome.CANCELLED, marks=0):
+    """A report that the first job of a plan has ended on rank 0."""
+    job = plan.jobs[0]
+    of_groups = tuple(bytes((marks,)) * group.num_objects for group in job.groups)
+    return WorkerReport(
+        rank=0, ended=(JobReport(job_id=job.job_id, rank=0, outcome=outcome, marks=of_groups),)
+    )
+
+
 def test_a_stale_job_neither_completes_a_newer_life_nor_advances_its_ledger(make):
     engine = make()
-    engine.save("a", PROMPT[:200])
-    window = [0] * 12
-    window[10:] = [33, 34]
-    tables = [list(range(20, 32)), window]
+    held = loading(engine)
+    old = engine.side.take_step()
+    assert engine.side.forget("b") == held
+    # The request comes again under its id while the old load is on its way, into the same blocks.
+    assert load_again(engine) == frozenset()
+    new = engine.side.take_step()
+    assert new.cancelled == (old.jobs[0].job_id,)
+    assert engine.side.report(ended(old, Outcome.DONE)).loaded == ()
+    assert engine.side.num_pinned == len(held)
+    progress = engine.side.report(ended(new, Outcome.DONE))
+    assert (progress.loaded, progress.released) == (("b",), held)
+    assert engine.side.report(ended(new, Outcome.DONE)).loaded == ()
+    assert engine.side.num_stale_reports == 1
+
+
+def test_a_lookup_cancels_the_load_of_the_life_before_it(make):
+    engine = make()
+    held = loading(engine)
+    old = engine.side.take_step()
     engine.side.find_hit("b", 200, blob(PROMPT, 200))
-    engine.side.allocated("b", tables)
-    plan = engine.side.take_step()
-    assert plan.jobs[0].kind is JobKind.LOAD
-    held = engine.side.forget("b")
-    assert held == {*((0, i) for i in range(20, 32)), (1, 33), (1, 34)}
-    # The request comes again under its id while the old load is on its way.
-    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 192
-    before = engine.devices[0].copy()
-    engine.workers[0].start(StepPlan(cancelled=engine.side.take_step().cancelled, jobs=()))
-    engine.workers[0].start(StepPlan(cancelled=(plan.jobs[0].job_id,)))
-    progress = engine.side.report(
-        WorkerReport(
-            rank=0,
-            ended=(
-                JobReport(
-                    job_id=plan.jobs[0].job_id,
-                    rank=0,
-                    outcome=Outcome.CANCELLED,
-                    moved=tuple(bytes(g.num_objects) for g in plan.jobs[0].groups),
-                ),
-            ),
-        )
-    )
+    assert engine.side.take_step().cancelled == (old.jobs[0].job_id,)
+    assert engine.side.forget("b") == held
+    progress = engine.side.report(ended(old))
     assert (progress.loaded, progress.load_failed, progress.released) == ((), (), held)
-    assert all((a == b).all() for a, b in zip(engine.devices[0].every_array(), before, strict=True))
-    again = engine.side.report(
-        WorkerReport(rank=0, ended=(JobReport(job_id=1, rank=0, outcome=Outcome.DONE),))
-    )
-    assert again.loaded == ()
-    assert engine.side.counters.stale_reports == 1
 
 
-def test_a_load_that_was_not_sent_is_simply_taken_back(make):
+def test_a_load_that_was_not_sent_is_taken_back_and_releases_its_blocks_with_the_next_report(make):
+    engine = make()
+    held = loading(engine)
+    assert engine.side.forget("b") == held
+    assert engine.side.take_step() == StepPlan()
+    assert engine.side.report(WorkerReport(rank=0)).released == held
+    assert engine.side.is_idle
+    assert engine.side.num_pinned == 0
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_a_load_that_failed_without_missing_a_key_is_not_tried_again(make, outcome):
+    engine = make()
+    loading(engine)
+    progress = engine.side.report(ended(engine.side.take_step(), outcome))
+    assert (progress.loaded, progress.load_failed) == ((), ("b",))
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 0
+
+
+def test_a_report_of_another_form_counts_as_nothing_moved(make):
+    engine = make()
+    held = loading(engine)
+    plan = engine.side.take_step()
+    report = JobReport(job_id=plan.jobs[0].job_id, rank=0, outcome=Outcome.DONE)
+    progress = engine.side.report(WorkerReport(rank=0, ended=(report,)))
+    assert (progress.load_failed, progress.released) == (("b",), held)
+
+
+def test_an_allocation_that_does_not_fit_its_load_is_not_planned_for_ever(make):
     engine = make()
     engine.save("a", PROMPT[:200])
-    window = [0] * 12
-    window[10:] = [33, 34]
     engine.side.find_hit("b", 200, blob(PROMPT, 200))
-    engine.side.allocated("b", [list(range(20, 32)), window])
-    assert engine.side.forget("b") == frozenset()
-    assert engine.side.take_step() == StepPlan()
-    assert engine.side.is_idle
+    with pytest.raises(TransferError):
+        engine.side.allocated("b", [list(range(20, 32)), list(range(20, 32))])
+    assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 0
+
+
+def test_a_block_that_two_loads_hold_is_released_when_the_last_one_lets_go(make):
+    engine = make(k=4)
+    engine.save("a", PROMPT[:129])
+    window = [0] * 8
+    window[6:] = [33, 34]
+    shared = []
+    for request_id in ("b", "c"):
+        engine.side.find_hit(request_id, 129, blob(PROMPT, 129), device_prefix=48)
+        shared.append(engine.side.allocated(request_id, [list(range(20, 28)), window]))
+    assert shared[1] == frozenset()
+    plan = engine.side.take_step()
+    first, second = (StepPlan(jobs=(job,)) for job in plan.jobs)
+    assert engine.side.report(ended(first, Outcome.DONE)).released == frozenset()
+    assert engine.side.report(ended(second, Outcome.DONE)).released == shared[0]
+    assert engine.side.num_pinned == 0
+
+
+def test_the_pin_budget_counts_only_what_is_saved_now(make):
+    engine = make(pinned_blocks=4)
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("a", 200, blob(PROMPT, 200), may_load=False)
+    for stop in range(16, 201, 16):
+        engine.side.advanced("a", stop, tables)
+        engine.run()
+    assert engine.side.watermark("a") == (12, 12)
+    assert engine.side.counters.saves_dropped == 0
+
+
+def test_what_was_loaded_counts_as_stored(make):
+    engine = make()
+    loading(engine)
+    engine.run()
+    assert engine.side.watermark("b") == (12, 0)
 
 
 def test_a_save_outlives_its_request_and_its_blocks_are_held_until_it_is_staged(make):
@@ -274,15 +346,20 @@ def test_a_save_outlives_its_request_and_its_blocks_are_held_until_it_is_staged(
     assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 64
 
 
-def test_reset_forgets_requests_and_cancels_jobs(make):
+def test_reset_cancels_all_jobs_fails_loads_and_saves_nothing_more(make):
     engine = make()
-    tables = [list(range(1, 30)), list(range(1, 30))]
-    engine.side.find_hit("a", 96, blob(PROMPT, 96), may_load=False)
-    engine.side.advanced("a", 64, tables)
-    plan = engine.side.take_step()
-    engine.side.advanced("a", 96, tables)
+    held = loading(engine)
+    tables = [list(range(1, 20)), list(range(1, 20))]
+    engine.side.find_hit("c", 96, blob(PROMPT[::-1], 96), may_load=False)
+    sent = engine.side.take_step()
+    unsent = engine.side.advanced("c", 64, tables)
     engine.side.reset()
-    assert engine.side.take_step() == StepPlan(cancelled=(plan.jobs[0].job_id,))
+    assert engine.side.take_step() == StepPlan(cancelled=(sent.jobs[0].job_id,))
+    assert engine.side.report(WorkerReport(rank=0)).released == unsent
+    progress = engine.side.report(ended(sent))
+    assert (progress.load_failed, progress.released) == (("b",), held)
+    assert engine.side.advanced("c", 96, tables) == frozenset()
+    assert engine.side.is_idle
 
 
 def test_settings_decide_what_is_worth_it(make):

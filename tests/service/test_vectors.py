@@ -70,7 +70,7 @@ class Sizes:
                 keys = self.scheme.keys_of(transfer.spec_group, 0, transfer.digests)
                 self.store.put(keys, [((0, 1),)] * len(keys))
                 moved.append(b"\1" * len(keys))
-            report = JobReport(job_id=job.job_id, rank=0, outcome=Outcome.DONE, moved=tuple(moved))
+            report = JobReport(job_id=job.job_id, rank=0, outcome=Outcome.DONE, marks=tuple(moved))
             self.events += self.side.report(WorkerReport(rank=0, ended=(report,))).stored
         self.side.forget(request_id)
         return hit - device_prefix

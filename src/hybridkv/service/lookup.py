@@ -152,8 +152,9 @@ class LookupDriver:
                 if not self._send(run, _batches(asks, self._max_keys)):
                     ending = Ending.DEADLINE
                     break
-        except StoreError as error:
-            _log.warning("a lookup ended early: %s", error)
+        except Exception as error:  # noqa: BLE001 - a store's bug must not end the engine either
+            level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
+            _log.log(level, "a lookup ended early: %r", error)
             ending = Ending.FAILED
         outcome = LookupOutcome(result=run.search.result(), ending=ending, calls=run.calls)
         with self._lock:

@@ -103,13 +103,14 @@ class JobReport:
         job_id: the job.
         rank: tensor-parallel rank that reports.
         outcome: how it ended.
-        moved: per group of the job one byte an object: 1 = stored, or served by the store.
+        marks: per group of the job one byte an object, 1 = stored (of a save), or 1 = asked for and not
+            served (of a load).
     """
 
     job_id: int
     rank: int
     outcome: Outcome
-    moved: tuple[bytes, ...] = ()
+    marks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class WorkerSide:
             rank=self._rank,
             staged=tuple(staged),
             ended=tuple(
-                JobReport(job_id=one.job_id, rank=self._rank, outcome=_OUTCOMES[one.outcome], moved=one.moved)
+                JobReport(job_id=one.job_id, rank=self._rank, outcome=_OUTCOMES[one.outcome], marks=one.marks)
                 for one in ended
             ),
         )

@@ -200,15 +200,15 @@ class Replay:
         """Carry out what the scheduler side has planned, at once and on every rank."""
         ranks = range(self._layout.tp)
         for job in self._side.take_step().jobs:
-            moved = [[self._move(job.kind, transfer, rank) for rank in ranks] for transfer in job.groups]
-            for rank, of_rank in zip(ranks, zip(*moved, strict=True), strict=True):
-                ended = JobReport(job_id=job.job_id, rank=rank, outcome=Outcome.DONE, moved=of_rank)
+            marks = [[self._move(job.kind, transfer, rank) for rank in ranks] for transfer in job.groups]
+            for rank, of_rank in zip(ranks, zip(*marks, strict=True), strict=True):
+                ended = JobReport(job_id=job.job_id, rank=rank, outcome=Outcome.DONE, marks=of_rank)
                 self._side.report(WorkerReport(rank=rank, ended=(ended,)))
 
     def _move(self, kind: JobKind, transfer: GroupTransfer, rank: int) -> bytes:
         group, counts = self._layout.spec_groups[transfer.spec_group], self.report.groups[transfer.spec_group]
         if rank >= group.num_ranks:  # a copy of another rank's bytes
-            return b"\1" * transfer.num_objects
+            return bytes((kind is JobKind.SAVE,)) * transfer.num_objects
         keys = self._scheme.keys_of(group.index, rank, transfer.digests)
         object_bytes = self._object_bytes[group.index]
         if kind is JobKind.LOAD:
@@ -227,7 +227,7 @@ class Replay:
         for key, result in zip(keys, results, strict=True):
             if result is not GetResult.OK:
                 raise CorruptPayloadError(f"object {key} was found and then answered {result.value!r}")
-        return b"\1" * len(keys)
+        return bytes(len(keys))
 
     def _steps(self, hit: int, num_tokens: int) -> Iterator[int]:
         """Yield where prefill steps end, as vLLM 0.32 cuts them for recurrent layers (its ``align`` mode).

@@ -18,10 +18,6 @@ class Ledger:
     def __init__(self, num_objects: Sequence[int]) -> None:
         self._states = [np.zeros(count, dtype=np.uint8) for count in num_objects]
 
-    def stored(self, spec_group: int, objects: range) -> None:
-        """Note objects that the store is known to hold, as a lookup found."""
-        self._states[spec_group][objects.start : objects.stop] = _STORED
-
     def claim(self, spec_group: int, objects: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return those of the objects that are neither stored nor on their way, now on their way."""
         states = self._states[spec_group]
@@ -30,7 +26,7 @@ class Ledger:
         return free
 
     def settle(self, spec_group: int, objects: NDArray[np.int64], stored: NDArray[np.bool_]) -> None:
-        """Note how objects on their way ended: stored on every rank, or free to be claimed again."""
+        """Note which objects are stored on every rank; the others are free to be claimed again."""
         self._states[spec_group][objects] = np.where(stored, _STORED, _NOT_STORED)
 
     def watermark(self, spec_group: int) -> int:

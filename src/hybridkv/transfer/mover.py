@@ -11,7 +11,7 @@ After ``cancel`` returns, the job touches no engine block any more. Every job en
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -63,12 +63,13 @@ class Ended:
     Attributes:
         job_id: the job.
         outcome: how it ended.
-        moved: per part one byte an object: 1 = stored (a save) or served by the store (a load).
+        marks: per part one byte an object, 1 = stored (of a save), or 1 = asked for and not served (of a
+            load).
     """
 
     job_id: int
     outcome: Outcome
-    moved: tuple[bytes, ...]
+    marks: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ class _Job:
 
     def __init__(self, job_id: int, parts: tuple[GroupMove, ...], *, is_save: bool) -> None:
         self.job_id, self.parts, self.is_save = job_id, parts, is_save
-        self.moved = [bytearray(len(part.keys)) for part in parts]
+        self.marks = [bytearray(len(part.keys)) for part in parts]
         self.touching = threading.Lock()
         self.cancelled = False
         self.batches_open = 1  # the stager's own share, so that no put ends the job before all are staged
@@ -220,6 +221,8 @@ class Mover:
         for job_id in jobs:
             self.cancel(job_id)
         for queue in (self._saves, self._loads):
+            for job in _emptied(queue):
+                self._end(job, Outcome.CANCELLED)
             queue.put(None)
         self.drain(timeout_s)
         self._puts.put(None)
@@ -274,7 +277,9 @@ class Mover:
     def _stage(self, job: _Job) -> None:
         for part_idx, part in enumerate(job.parts):
             for start, stop in self._batches(part):
-                slot = self._save_slots.acquire(self._settings.slot_timeout_s)
+                # While the store is spared, staging would only copy for nothing.
+                is_spared = self._guard.metrics().is_open
+                slot = None if is_spared else self._save_slots.acquire(self._settings.slot_timeout_s)
                 if slot is None:
                     return
                 gather = partial(self._io.gather, part.spec_group, part.blocks[start:stop], slot.memory)
@@ -309,23 +314,28 @@ class Mover:
 
     def _put(self, staged: _Staged) -> None:
         """Put a staged batch; what the store refuses for want of room is put again a few times."""
-        part, moved = staged.job.parts[staged.part], staged.job.moved[staged.part]
+        part, marks = staged.job.parts[staged.part], staged.job.marks[staged.part]
+        left, is_held = list(range(staged.start, staged.stop)), True
         release = partial(self._save_slots.release, staged.slot)
-        left = list(range(staged.start, staged.stop))
-        for attempt in range(self._settings.put_retries + 1):
-            if attempt:
-                self._clock.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
-            keys = [part.keys[idx] for idx in left]
-            sources = [_segments(staged.slot, idx - staged.start, part.object_bytes) for idx in left]
-            results = self._guard.call(partial(self._store.put, keys, sources), release)
-            if results is None:
-                return
-            for idx, result in zip(left, results, strict=True):
-                moved[idx] = result in (PutResult.STORED, PutResult.ALREADY)
-            left = [i for i, result in zip(left, results, strict=True) if result is PutResult.REFUSED]
-            if not left:
-                break
-        release()
+        try:
+            for attempt in range(self._settings.put_retries + 1):
+                if attempt:
+                    self._clock.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
+                keys = [part.keys[idx] for idx in left]
+                sources = [_segments(staged.slot, idx - staged.start, part.object_bytes) for idx in left]
+                results = self._guard.call(partial(self._store.put, keys, sources), release)
+                if results is None:
+                    is_held = False
+                    return
+                _check_answers(keys, results)
+                for idx, result in zip(left, results, strict=True):
+                    marks[idx] = result in (PutResult.STORED, PutResult.ALREADY)
+                left = [i for i, result in zip(left, results, strict=True) if result is PutResult.REFUSED]
+                if not left:
+                    return
+        finally:
+            if is_held:
+                release()
 
     def _run_loads(self) -> None:
         for job in _taken(self._loads):
@@ -342,7 +352,8 @@ class Mover:
 
     def _load_batch(self, job: _Job, part_idx: int, start: int, stop: int) -> bool:
         """Load a run of objects; return whether all of them are in their blocks."""
-        part, slot = job.parts[part_idx], self._load_slots.acquire(self._settings.slot_timeout_s)
+        part = job.parts[part_idx]
+        slot = None if job.cancelled else self._load_slots.acquire(self._settings.slot_timeout_s)
         if slot is None:
             return False
         release = partial(self._load_slots.release, slot)
@@ -352,10 +363,12 @@ class Mover:
         if results is None:
             return False
         try:
-            job.moved[part_idx][start:stop] = bytes(result is GetResult.OK for result in results)
+            _check_answers(keys, results)
+            missed = bytes(result is not GetResult.OK for result in results)
+            job.marks[part_idx][start:stop] = missed
             self._discard([k for k, r in zip(keys, results, strict=True) if r is GetResult.CORRUPT])
             scatter = partial(self._io.scatter, part.spec_group, part.blocks[start:stop], slot.memory)
-            return all(job.moved[part_idx][start:stop]) and _touch(job, scatter)
+            return not any(missed) and _touch(job, scatter)
         finally:
             release()
 
@@ -381,7 +394,7 @@ class Mover:
             job.batches_open -= 1
             is_last = job.batches_open == 0
         if is_last:
-            is_stored = all(all(moved) for moved in job.moved)
+            is_stored = all(all(stored) for stored in job.marks)
             self._end(job, Outcome.DONE if is_stored else self._not_done(job))
 
     def _not_done(self, job: _Job) -> Outcome:
@@ -389,7 +402,7 @@ class Mover:
 
     def _end(self, job: _Job, outcome: Outcome) -> None:
         self._ended.put(
-            Ended(job_id=job.job_id, outcome=outcome, moved=tuple(bytes(moved) for moved in job.moved))
+            Ended(job_id=job.job_id, outcome=outcome, marks=tuple(bytes(marks) for marks in job.marks))
         )
         with self._idle:
             del self._jobs[job.job_id]
@@ -411,6 +424,21 @@ def _segments(slot: Slot, position: int, object_bytes: int) -> Segments:
 def _taken(queue: "Queue[_Job | None] | Queue[_Staged | None]") -> Iterator:  # type: ignore[type-arg]
     while (item := queue.get()) is not None:
         yield item
+
+
+def _check_answers(keys: list[str], results: Sequence[object]) -> None:
+    if len(results) != len(keys):
+        raise TransferError(f"a store gave {len(results)} answers for {len(keys)} keys")
+
+
+def _emptied(queue: "Queue[_Job | None]") -> Iterator[_Job]:
+    while True:
+        try:
+            job = queue.get_nowait()
+        except Empty:
+            return
+        if job is not None:
+            yield job
 
 
 def _drained(queue: "SimpleQueue") -> Iterator:  # type: ignore[type-arg]

@@ -1,0 +1,204 @@
+"""The scheduler side's jobs on their way: what they hold, who has still to report, how they ended."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridkv.service.messages import GroupTransfer, Job, JobKind, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.service.tables import Blocks
+from hybridkv.transfer.ledger import Ledger
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One life of a request: from a lookup to its end or its next lookup; others may bear the same id."""
+
+    request_id: str
+    num_tokens: int
+    blob: bytes
+    ledger: Ledger
+    may_save: bool
+    absent: set[str]
+    device_prefix: int = 0
+    hit: int = 0
+    junction: int = 0
+    advanced: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job on its way.
+
+    Attributes:
+        job: as it is sent.
+        life: whose it is.
+        objects: per spec group, int64.
+        blocks: engine blocks that it holds.
+        marks: per spec group, one bool an object, of all ranks together: a save's objects that each rank has
+            stored, a load's objects that some rank has missed.
+        unstaged: ranks that may still read the blocks of a save.
+        unended: ranks that have still to report the end.
+        is_sent: whether the workers were told.
+        is_cancelled: whether they were told to leave it.
+        is_done: whether every rank that has reported said so.
+    """
+
+    job: Job
+    life: Life
+    objects: list[NDArray[np.int64]]
+    blocks: Blocks
+    marks: list[NDArray[np.bool_]]
+    unstaged: set[int]
+    unended: set[int]
+    is_sent: bool = False
+    is_cancelled: bool = False
+    is_done: bool = True
+
+    @property
+    def is_load(self) -> bool:
+        """Whether the job is a load."""
+        return self.job.kind is JobKind.LOAD
+
+    def take(self, report: JobReport) -> None:
+        """Note how one rank ended; an answer of another form counts as nothing moved."""
+        self.unended.discard(report.rank)
+        self.unstaged.discard(report.rank)
+        self.is_done &= report.outcome is Outcome.DONE
+        if [len(said) for said in report.marks] != [len(marks) for marks in self.marks]:
+            self.is_done = False
+            self.marks = [np.zeros(len(marks), np.bool_) for marks in self.marks]
+            return
+        said = [np.frombuffer(of_group, np.uint8) != 0 for of_group in report.marks]
+        self.marks = [
+            mine | theirs if self.is_load else mine & theirs
+            for mine, theirs in zip(self.marks, said, strict=True)
+        ]
+
+
+class JobBook:
+    """All jobs of a scheduler side.
+
+    Args:
+        num_ranks: worker sides that report; a job has ended when it has on each of them.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = range(num_ranks)
+        self._running: dict[int, Running] = {}
+        self._holds: Counter[tuple[int, int]] = Counter()
+        self._next_job_id = 1
+        self._unsent: list[Running] = []
+        self._cancelled: list[int] = []
+        self._taken_back: list[Running] = []
+        self.num_stale = 0
+
+    def start(
+        self,
+        kind: JobKind,
+        life: Life,
+        objects: list[NDArray[np.int64]],
+        transfers: Iterable[GroupTransfer],
+        blocks: Blocks,
+    ) -> Blocks:
+        """Enter a job; return the blocks that it holds and no other job held before."""
+        job = Job(job_id=self._next_job_id, kind=kind, request_id=life.request_id, groups=tuple(transfers))
+        self._next_job_id += 1
+        running = Running(
+            job=job,
+            life=life,
+            objects=objects,
+            blocks=blocks,
+            marks=[np.full(len(chosen), kind is JobKind.SAVE) for chosen in objects],
+            unstaged=set(self._ranks),
+            unended=set(self._ranks),
+        )
+        self._running[job.job_id] = running
+        self._unsent.append(running)
+        fresh = frozenset(block for block in blocks if not self._holds[block])
+        self._holds.update(blocks)
+        return fresh
+
+    def of_request(self, request_id: str) -> list[Running]:
+        """Return the jobs of a request, of all its lives, those taken back included."""
+        every = [*self._running.values(), *self._taken_back]
+        return [running for running in every if running.job.request_id == request_id]
+
+    def cancel_loads(self, request_id: str | None = None) -> None:
+        """Have the loads of one request, or of all, touch no block any more."""
+        for running in list(self._running.values()):
+            if running.is_load and request_id in (None, running.job.request_id):
+                self.cancel(running)
+
+    def cancel_all(self) -> None:
+        """Have all jobs touch no block any more."""
+        for running in list(self._running.values()):
+            self.cancel(running)
+
+    def cancel(self, running: Running) -> None:
+        """Have a job touch no block any more; one that was not sent ends with the next report."""
+        if running.is_sent:
+            if not running.is_cancelled:
+                self._cancelled.append(running.job.job_id)
+            running.is_cancelled = True
+            return
+        self._unsent.remove(running)
+        del self._running[running.job.job_id]
+        running.is_done = False
+        running.marks = [np.zeros(len(marks), np.bool_) for marks in running.marks]
+        running.unstaged.clear()
+        running.unended.clear()
+        self._taken_back.append(running)
+
+    def take_step(self) -> StepPlan:
+        """Return the jobs that were not sent yet, and those to cancel."""
+        plan = StepPlan(jobs=tuple(running.job for running in self._unsent), cancelled=tuple(self._cancelled))
+        for running in self._unsent:
+            running.is_sent = True
+        self._unsent, self._cancelled = [], []
+        return plan
+
+    def report(self, report: WorkerReport) -> tuple[list[Running], Blocks]:
+        """Take what one rank tells; return the jobs that have ended on all ranks, and blocks held no more."""
+        released: set[tuple[int, int]] = set()
+        over, self._taken_back = self._taken_back, []
+        for running in over:
+            released |= self._release(running)
+        for job_id in report.staged:
+            if (staged := self._running.get(job_id)) is not None:
+                staged.unstaged.discard(report.rank)
+                released |= self._release(staged)
+        for ended in report.ended:
+            found = self._running.get(ended.job_id)
+            if found is None or report.rank not in found.unended:
+                self.num_stale += 1
+                continue
+            found.take(ended)
+            released |= self._release(found)
+            if not found.unended:
+                del self._running[ended.job_id]
+                over.append(found)
+        return over, frozenset(released)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that jobs hold."""
+        return len(self._holds)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is on its way."""
+        return not self._running and not self._taken_back
+
+    def _release(self, running: Running) -> set[tuple[int, int]]:
+        """Let go of a job's blocks once no rank touches them any more; return those that nobody holds now."""
+        if running.unended if running.is_load else running.unstaged:
+            return set()
+        blocks, running.blocks = running.blocks, frozenset()
+        free = {block for block in blocks if self._holds[block] == 1}
+        self._holds.subtract(blocks)
+        for block in free:
+            del self._holds[block]
+        return free
