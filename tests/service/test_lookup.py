@@ -13,6 +13,7 @@ from hybridkv.service.lookup import Ending, LookupDriver
 from hybridkv.specs.layout_file import find_layout
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import FaultyStore, LatencyStore
+from hybridkv.transfer.guard import GuardSettings
 
 LAYOUT = find_layout("gpt-oss-120b").with_tp(2)
 SCHEME = KeyScheme(Namespace(model_version="m"), LAYOUT, digest_bytes=32)
@@ -178,6 +179,21 @@ def test_a_store_with_a_bug_is_a_miss(drive, caplog, error):
     assert error.__name__ in caplog.text
     again = drive(Broken(), max_keys=10).lookup(NUM_TOKENS, BLOB, timeout_s=10, absent={"x"})
     assert again.ending is Ending.FAILED
+
+
+def test_after_failures_in_a_row_the_store_is_spared_for_a_while(drive):
+    store, clock = FaultyStore(stored()), ManualClock()
+    store.fail_calls(100)
+    watched = Watched(store)
+    driver = drive(watched, clock=clock, breaker=GuardSettings(failures_to_open=2, open_s=5))
+    for _ in range(6):
+        assert driver.lookup(NUM_TOKENS, BLOB).ending is Ending.FAILED
+    assert len(watched.calls) == 2
+    store.heal()
+    assert driver.lookup(NUM_TOKENS, BLOB).result.hit == 0
+    clock.sleep(6)
+    assert driver.lookup(NUM_TOKENS, BLOB).result.hit == 8_000
+    assert driver.lookup(NUM_TOKENS, BLOB).result.hit == 8_000
 
 
 def test_calls_hold_at_least_one_key(drive):

@@ -18,6 +18,7 @@ from hybridkv.errors import ConfigError, StoreClosedError, StoreError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.lookup import Ask, Lookup, LookupResult
 from hybridkv.stores.base import Store
+from hybridkv.transfer.guard import Breaker, GuardSettings
 from hybridkv.transfer.threads import DaemonThreads
 
 MAX_KEYS = 4096
@@ -101,16 +102,24 @@ class LookupDriver:
         scheme: makes the keys; its layout is the one that is searched.
         max_keys: keys in one call at most, >= 1.
         clock: tells whether a deadline has passed; a wait for the store takes real time.
-
+        breaker: after how many lookups that failed or were late in a row the store is spared, and for how
+            long; meanwhile lookups end at once.
     """
 
     def __init__(
-        self, store: Store, scheme: KeyScheme, *, max_keys: int = MAX_KEYS, clock: Clock | None = None
+        self,
+        store: Store,
+        scheme: KeyScheme,
+        *,
+        max_keys: int = MAX_KEYS,
+        clock: Clock | None = None,
+        breaker: GuardSettings | None = None,
     ) -> None:
         if max_keys < 1:
             raise ConfigError(f"max_keys is {max_keys}; give at least 1")
         self._store, self._scheme, self._max_keys = store, scheme, max_keys
         self._clock = MonotonicClock() if clock is None else clock
+        self._breaker = Breaker(breaker or GuardSettings(), self._clock)
         self._threads = DaemonThreads(MAX_CALLS, "hybridkv-lookup")
         self._lock = Lock()
         self._closed = False
@@ -146,16 +155,7 @@ class LookupDriver:
             deadline_s=None if timeout_s is None else self._clock.now_s() + timeout_s,
             absent=absent,
         )
-        ending = Ending.EXACT
-        try:
-            for asks in run.search.steps():
-                if not self._send(run, _batches(asks, self._max_keys)):
-                    ending = Ending.DEADLINE
-                    break
-        except Exception as error:  # noqa: BLE001 - a store's bug must not end the engine either
-            level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
-            _log.log(level, "a lookup ended early: %r", error)
-            ending = Ending.FAILED
+        ending = self._run(run) if self._breaker.may_call() else Ending.FAILED
         outcome = LookupOutcome(result=run.search.result(), ending=ending, calls=run.calls)
         with self._lock:
             self._endings[ending] += 1
@@ -179,6 +179,20 @@ class LookupDriver:
         if not self._closed:
             self._closed = True
             self._threads.close()
+
+    def _run(self, run: _Run) -> Ending:
+        try:
+            for asks in run.search.steps():
+                if not self._send(run, _batches(asks, self._max_keys)):
+                    self._breaker.note_failure()
+                    return Ending.DEADLINE
+        except Exception as error:  # noqa: BLE001 - a store's bug must not end the engine either
+            level = logging.WARNING if isinstance(error, StoreError) else logging.ERROR
+            _log.log(level, "a lookup ended early: %r", error)
+            self._breaker.note_failure()
+            return Ending.FAILED
+        self._breaker.note_success()
+        return Ending.EXACT
 
     def _send(self, run: _Run, batches: list[list[Ask]]) -> bool:
         """Send the batches of a step and learn the answers; return whether all came in time."""

@@ -41,7 +41,7 @@ class ServiceConnector(Connector):
             Namespace(model_version="reference"), layout, digest_bytes=BlockHasher.digest_bytes
         )
         self._memory, self._hasher = memory, BlockHasher(hash_unit=layout.hash_unit)
-        self._driver = LookupDriver(store, scheme)
+        self._driver = LookupDriver(store, scheme, breaker=mover.guard if mover else None)
         self.side = SchedulerSide(self._driver, scheme, scheduler or SchedulerSettings())
         self.workers = [
             WorkerSide(store, scheme, NumpyBlockIO(layout, _pieces(memory, rank)), rank=rank, settings=mover)

@@ -55,6 +55,49 @@ class GuardMetrics:
     is_open: bool
 
 
+class Breaker:
+    """Tells whether a store is worth calling: not for a while after several failures in a row.
+
+    Args:
+        settings: how many failures, and for how long.
+        clock: tells the time.
+    """
+
+    def __init__(self, settings: GuardSettings, clock: Clock) -> None:
+        self._settings, self._clock = settings, clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until_s = 0.0
+
+    def may_call(self) -> bool:
+        """Return whether to call now; after the pause, one caller gets through as a trial."""
+        with self._lock:
+            now_s = self._clock.now_s()
+            if now_s < self._open_until_s:
+                return False
+            if self._failures >= self._settings.failures_to_open:
+                self._open_until_s = now_s + self._settings.open_s
+            return True
+
+    def note_success(self) -> None:
+        """Let everybody through again."""
+        with self._lock:
+            self._failures, self._open_until_s = 0, 0.0
+
+    def note_failure(self) -> None:
+        """Count a failed or late call."""
+        with self._lock:
+            self._failures += 1
+            if self._failures >= self._settings.failures_to_open:
+                self._open_until_s = self._clock.now_s() + self._settings.open_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are refused now."""
+        with self._lock:
+            return self._clock.now_s() < self._open_until_s
+
+
 class Guard:
     """Runs store calls on threads of its own and waits for each no longer than the deadline.
 
@@ -67,9 +110,8 @@ class Guard:
     def __init__(self, settings: GuardSettings, *, num_threads: int, clock: Clock) -> None:
         self._settings, self._clock = settings, clock
         self._threads = DaemonThreads(num_threads, "hybridkv-store")
+        self._breaker = Breaker(settings, clock)
         self._lock = threading.Lock()
-        self._failures = 0
-        self._closed_until_s = 0.0
         self._counts = {"calls": 0, "late": 0, "failed": 0, "refused": 0}
         self._seconds = 0.0
 
@@ -98,8 +140,8 @@ class Guard:
             self._note(late=False)
             give_back()
             return None
+        self._breaker.note_success()
         with self._lock:
-            self._failures, self._closed_until_s = 0, 0.0
             self._counts["calls"] += 1
             self._seconds += self._clock.now_s() - started_s
         return answer
@@ -113,7 +155,7 @@ class Guard:
                 late=self._counts["late"],
                 failed=self._counts["failed"],
                 refused=self._counts["refused"],
-                is_open=self._clock.now_s() < self._closed_until_s,
+                is_open=self._breaker.is_open,
             )
 
     def close(self) -> None:
@@ -121,18 +163,12 @@ class Guard:
         self._threads.close()
 
     def _may_call(self) -> bool:
+        may_call = self._breaker.may_call()
         with self._lock:
-            if self._clock.now_s() < self._closed_until_s:
-                self._counts["refused"] += 1
-                return False
-            if self._failures >= self._settings.failures_to_open:
-                # One trial: whoever comes meanwhile is refused as before.
-                self._closed_until_s = self._clock.now_s() + self._settings.open_s
-            return True
+            self._counts["refused"] += not may_call
+        return may_call
 
     def _note(self, *, late: bool) -> None:
+        self._breaker.note_failure()
         with self._lock:
             self._counts["late" if late else "failed"] += 1
-            self._failures += 1
-            if self._failures >= self._settings.failures_to_open:
-                self._closed_until_s = self._clock.now_s() + self._settings.open_s
