@@ -11,7 +11,7 @@ from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, JobReport, Outcome, StepPlan, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.service.worker import WorkerSide
-from hybridkv.stores.base import PutResult
+from hybridkv.stores.base import GetResult, PutResult
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import FaultyStore
 from hybridkv.transfer.mover import MoverSettings
@@ -281,6 +281,25 @@ def test_a_load_that_failed_without_missing_a_key_is_not_tried_again(make, outco
     progress = engine.side.report(ended(engine.side.take_step(), outcome))
     assert (progress.loaded, progress.load_failed) == ((), ("b",))
     assert engine.side.find_hit("b", 200, blob(PROMPT, 200)) == 0
+
+
+def test_after_a_few_failed_loads_a_request_computes(make):
+    store = MemoryStore()
+    engine = make(store, load_tries=2)
+    engine.save("a", PROMPT[:200])
+    store.get = lambda keys, _targets: [GetResult.ABSENT] * len(keys)
+    hits = []
+    for _ in range(4):
+        hit = engine.side.find_hit("b", 200, blob(PROMPT, 200))
+        hits.append(hit)
+        if hit:
+            window = [0] * (hit // 16)
+            window[-2:] = [33, 34]
+            engine.side.allocated("b", [list(range(1, 1 + hit // 16)), window])
+            engine.run()
+    assert hits[0] == 192
+    assert sum(hit > 0 for hit in hits) <= 2
+    assert hits[-1] == 0
 
 
 def test_a_report_of_another_form_counts_as_nothing_moved(make):

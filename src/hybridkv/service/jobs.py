@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,19 @@ from numpy.typing import NDArray
 from hybridkv.service.messages import GroupTransfer, Job, JobKind, JobReport, Outcome, StepPlan, WorkerReport
 from hybridkv.service.tables import Blocks
 from hybridkv.transfer.ledger import Ledger
+
+
+@dataclass(slots=True, eq=False)
+class Misses:
+    """What a request's loads have failed of so far, over all its lives until it is forgotten.
+
+    Attributes:
+        keys: that count as absent in its lookups.
+        num_loads: failed loads.
+    """
+
+    keys: set[str] = field(default_factory=set)
+    num_loads: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +34,7 @@ class Life:
     blob: bytes
     ledger: Ledger
     may_save: bool
-    absent: set[str]
+    misses: Misses
     device_prefix: int = 0
     hit: int = 0
     junction: int = 0

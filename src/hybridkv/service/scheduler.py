@@ -23,7 +23,7 @@ from hybridkv.keys import KeyScheme
 from hybridkv.plan.boundaries import Retention, check_retention
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.save import plan_save
-from hybridkv.service.jobs import JobBook, Life, Running
+from hybridkv.service.jobs import JobBook, Life, Misses, Running
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, GroupTransfer, JobKind, StepPlan, WorkerReport
 from hybridkv.service.tables import (
@@ -47,6 +47,7 @@ class SchedulerSettings:
         lookup_timeout_s: longest lookup; then the best proven boundary is the hit. ``None`` = no limit.
         least_load_tokens: a hit that adds fewer tokens to the device's prefix is not worth loading.
         least_save_tokens: shorter prompts are not saved.
+        load_tries: failed loads of a request after which it computes instead, >= 1.
         pinned_blocks: blocks that jobs may hold at most; further saves are dropped and counted.
     """
 
@@ -54,6 +55,7 @@ class SchedulerSettings:
     lookup_timeout_s: float | None = 1.0
     least_load_tokens: int = 1
     least_save_tokens: int = 1
+    load_tries: int = 3
     pinned_blocks: int = 1 << 16
 
 
@@ -158,10 +160,10 @@ class SchedulerSide:
             device_prefix=device_prefix,
             hit=device_prefix,
             advanced=device_prefix,
-            absent=old.absent if old is not None else set(),
+            misses=old.misses if old is not None else Misses(),
         )
         self._lives[request_id] = life
-        if may_load:
+        if may_load and life.misses.num_loads < self._settings.load_tries:
             self._look_up(life)
         return life.hit
 
@@ -171,7 +173,7 @@ class SchedulerSide:
             life.blob,
             device_prefix=life.device_prefix,
             timeout_s=self._settings.lookup_timeout_s,
-            absent=life.absent,
+            absent=life.misses.keys,
         ).result
         life.junction = found.full_run if found.full_run > found.hit else 0
         if found.hit - life.device_prefix >= self._settings.least_load_tokens:
@@ -194,7 +196,7 @@ class SchedulerSide:
         prefixes = {"device_prefix": life.device_prefix, "hit": life.hit}
         if wrong := num_unfilled(self._layout, loads, tables, **prefixes):
             self.counters.unfilled_blocks += wrong
-            self._mark_absent(life, objects)
+            self._note_failed_load(life, objects)
             raise TransferError(
                 f"request {request_id!r}: {wrong} blocks up to token {life.hit} are allocated and not "
                 "planned, or planned and not allocated; its load would leave them unfilled"
@@ -233,7 +235,6 @@ class SchedulerSide:
             num_tokens=life.num_tokens,
             junction=life.junction,
         )
-        life.advanced = stop
         computed_states = [num_computed] if states is None else states
         claimed = [
             life.ledger.claim(group.index, saveable(group, plan.indices(), tables, computed_states))
@@ -249,6 +250,7 @@ class SchedulerSide:
             for idx, objects in enumerate(claimed):
                 life.ledger.settle(idx, objects, np.zeros(len(objects), np.bool_))
             return frozenset()
+        life.advanced = stop
         return self._start(JobKind.SAVE, life, claimed, ids) if num_blocks else frozenset()
 
     def forget(self, request_id: str) -> Blocks:
@@ -329,10 +331,11 @@ class SchedulerSide:
             blocks |= named(group, of_group)
         return self._jobs.start(kind, life, objects, transfers, frozenset(blocks))
 
-    def _mark_absent(self, life: Life, objects: Sequence[NDArray[np.int64]]) -> None:
+    def _note_failed_load(self, life: Life, objects: Sequence[NDArray[np.int64]]) -> None:
         """Have the request's next lookup take objects for absent, so that no failed load repeats for ever."""
+        life.misses.num_loads += 1
         for idx, chosen in enumerate(objects):
-            life.absent.update(self._scheme.keys(idx, 0, chosen, life.blob))
+            life.misses.keys.update(self._scheme.keys(idx, 0, chosen, life.blob))
 
     def _settle_save(self, running: Running) -> Iterator[StoredEvent]:
         """Take a save's end on all ranks into the ledger of its life; yield what was stored."""
@@ -365,4 +368,4 @@ class SchedulerSide:
             return
         failed.append(life.request_id)
         missed = [objects[marks] for objects, marks in zip(running.objects, running.marks, strict=True)]
-        self._mark_absent(life, missed if any(map(len, missed)) else running.objects)
+        self._note_failed_load(life, missed if any(map(len, missed)) else running.objects)
