@@ -19,7 +19,7 @@ from hybridkv.stores.wrappers import Fault, FaultyStore
 from hybridkv.testing.reference_connector import ServiceConnector
 from hybridkv.testing.reference_engine import Engine, NoConnector
 from hybridkv.testing.reference_model import VOCABULARY, EngineMemory, Model, reference_group
-from hybridkv.transfer.mover import MoverSettings
+from hybridkv.transfer.moves import MoverSettings
 
 FULL = reference_group("full", Full(block_size=8), layers=2)
 WINDOW = reference_group("window", SlidingWindow(block_size=4, window=10))

@@ -8,13 +8,13 @@ from hybridkv.clock import ManualClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import VERSION, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.service.messages import VERSION, JobReport, StepPlan, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import GetResult, PutResult
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import FaultyStore
-from hybridkv.transfer.mover import MoverSettings
+from hybridkv.transfer.moves import MoverSettings, Outcome
 from tests.transfer.bench import Device, small_layout
 
 PROMPT = list(range(1000))

@@ -4,7 +4,7 @@ import pytest
 
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import JobReport, Outcome, WorkerReport
+from hybridkv.service.messages import JobReport, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.specs.full import Full
 from hybridkv.specs.group import CacheGroup
@@ -13,6 +13,7 @@ from hybridkv.specs.layout_file import find_layout
 from hybridkv.specs.recurrent import Recurrent
 from hybridkv.specs.sliding_window import SlidingWindow
 from hybridkv.stores.memory import MemoryStore
+from hybridkv.transfer.moves import Outcome
 
 PROMPT = [token % 251 for token in range(5000)]
 

@@ -7,7 +7,7 @@ from hybridkv.specs.group import CacheGroup
 from hybridkv.specs.layout import Layout
 from hybridkv.specs.sliding_window import SlidingWindow
 from hybridkv.transfer.block_io import BlockPiece, NumpyBlockIO
-from hybridkv.transfer.mover import GroupMove
+from hybridkv.transfer.moves import GroupMove
 
 NUM_BLOCKS = 40
 

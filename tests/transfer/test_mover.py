@@ -13,7 +13,8 @@ from hybridkv.stores.base import PutResult
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import Fault, FaultyStore
 from hybridkv.transfer.guard import GuardSettings
-from hybridkv.transfer.mover import Mover, MoverSettings, Outcome
+from hybridkv.transfer.mover import Mover
+from hybridkv.transfer.moves import MoverSettings, Outcome
 from tests.transfer.bench import Device, move, small_layout
 
 LAYOUT = small_layout()

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.service.messages import GroupTransfer, Job, JobKind, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.service.messages import GroupTransfer, Job, JobKind, JobReport, StepPlan, WorkerReport
 from hybridkv.service.tables import Blocks
 from hybridkv.transfer.ledger import Ledger
+from hybridkv.transfer.moves import Outcome
 
 
 @dataclass(slots=True, eq=False)

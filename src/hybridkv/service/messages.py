@@ -10,6 +10,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.transfer.moves import Outcome
+
 VERSION = 1
 
 
@@ -82,17 +84,6 @@ class StepPlan:
     version: int = VERSION
     jobs: tuple[Job, ...] = ()
     cancelled: tuple[int, ...] = ()
-
-
-class Outcome(Enum):
-    """What became of a job on one rank."""
-
-    DONE = "done"
-    """All objects were moved."""
-    FAILED = "failed"
-    """Not all were; for a load, the request's blocks must not be used."""
-    CANCELLED = "cancelled"
-    """It was cancelled before it touched anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,11 @@
 from hybridkv.clock import Clock
 from hybridkv.errors import ConfigError
 from hybridkv.keys import KeyScheme
-from hybridkv.service.messages import VERSION, Job, JobKind, JobReport, Outcome, StepPlan, WorkerReport
+from hybridkv.service.messages import VERSION, Job, JobKind, JobReport, StepPlan, WorkerReport
 from hybridkv.stores.base import Store
-from hybridkv.transfer import mover
 from hybridkv.transfer.block_io import BlockIO
-from hybridkv.transfer.mover import GroupMove, Mover, MoverMetrics, MoverSettings
-
-_OUTCOMES = {
-    mover.Outcome.DONE: Outcome.DONE,
-    mover.Outcome.FAILED: Outcome.FAILED,
-    mover.Outcome.CANCELLED: Outcome.CANCELLED,
-}
+from hybridkv.transfer.mover import Mover
+from hybridkv.transfer.moves import GroupMove, MoverMetrics, MoverSettings
 
 
 class WorkerSide:
@@ -62,7 +56,7 @@ class WorkerSide:
             rank=self._rank,
             staged=tuple(staged),
             ended=tuple(
-                JobReport(job_id=one.job_id, rank=self._rank, outcome=_OUTCOMES[one.outcome], marks=one.marks)
+                JobReport(job_id=one.job_id, rank=self._rank, outcome=one.outcome, marks=one.marks)
                 for one in ended
             ),
         )

@@ -21,7 +21,7 @@ from hybridkv.plan.boundaries import (
     resend_boundary,
 )
 from hybridkv.service.lookup import Ending, LookupDriver
-from hybridkv.service.messages import GroupTransfer, JobKind, JobReport, Outcome, WorkerReport
+from hybridkv.service.messages import GroupTransfer, JobKind, JobReport, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.sim.naming import NAME_BYTES, NamedPrompt, Tails, UnitNamer
 from hybridkv.sim.payload import PatternBytes, Payloads, SizesOnly
@@ -32,6 +32,7 @@ from hybridkv.stores.base import GetResult, PutResult, Store
 from hybridkv.stores.memory import MemoryStore, open_memory
 from hybridkv.stores.registry import open_store, parse_store_uri
 from hybridkv.transfer.block_io import NULL_BLOCK
+from hybridkv.transfer.moves import Outcome
 
 _MAX_KEYS = 1 << 20  # one call a batch: the simulated round trips are those of the planner
 _NO_LIMIT = 1 << 62

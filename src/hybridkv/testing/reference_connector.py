@@ -15,7 +15,7 @@ from hybridkv.testing.reference_engine import BlockTables, Connector, RequestSte
 from hybridkv.testing.reference_model import EngineMemory
 from hybridkv.transfer.block_io import NumpyBlockIO
 from hybridkv.transfer.block_pieces import BlockPiece, HostMemory
-from hybridkv.transfer.mover import MoverSettings
+from hybridkv.transfer.moves import MoverSettings
 
 
 class ServiceConnector(Connector):

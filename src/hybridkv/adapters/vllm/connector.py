@@ -27,13 +27,14 @@ from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.boundaries import Retention
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import JobKind, Outcome, StepPlan, WorkerReport
+from hybridkv.service.messages import JobKind, StepPlan, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import Store
 from hybridkv.stores.registry import open_store, parse_store_uri
 from hybridkv.suggest import nearest
 from hybridkv.transfer.block_io import NumpyBlockIO
+from hybridkv.transfer.moves import Outcome
 
 if TYPE_CHECKING:
     import torch
