@@ -1,6 +1,5 @@
 """The scheduler side's jobs on their way: what they hold, who has still to report, how they ended."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -102,7 +101,7 @@ class JobBook:
     def __init__(self, num_ranks: int) -> None:
         self._ranks = range(num_ranks)
         self._running: dict[int, Running] = {}
-        self._holds: Counter[tuple[int, int]] = Counter()
+        self._holds: dict[tuple[int, int], int] = {}
         self._next_job_id = 1
         self._unsent: list[Running] = []
         self._cancelled: list[int] = []
@@ -131,8 +130,9 @@ class JobBook:
         )
         self._running[job.job_id] = running
         self._unsent.append(running)
-        fresh = frozenset(block for block in blocks if not self._holds[block])
-        self._holds.update(blocks)
+        fresh = blocks - self._holds.keys()
+        for block in blocks:
+            self._holds[block] = self._holds.get(block, 0) + 1
         return fresh
 
     def of_request(self, request_id: str) -> list[Running]:
@@ -211,8 +211,11 @@ class JobBook:
         if running.unended if running.is_load else running.unstaged:
             return set()
         blocks, running.blocks = running.blocks, frozenset()
-        free = {block for block in blocks if self._holds[block] == 1}
-        self._holds.subtract(blocks)
-        for block in free:
-            del self._holds[block]
+        free = set()
+        for block in blocks:
+            if self._holds[block] == 1:
+                del self._holds[block]
+                free.add(block)
+            else:
+                self._holds[block] -= 1
         return free
