@@ -130,7 +130,7 @@ class JobBook:
         )
         self._running[job.job_id] = running
         self._unsent.append(running)
-        fresh = blocks - self._holds.keys()
+        fresh = frozenset(blocks - self._holds.keys())
         for block in blocks:
             self._holds[block] = self._holds.get(block, 0) + 1
         return fresh
