@@ -232,14 +232,14 @@ def test_each_broken_promise_fails_its_example(broken, example):
 )
 def test_the_machine_tells_an_unbounded_store_from_a_dict(broken):
     with pytest.raises(AssertionError):
-        run_store_machine(broken)
+        run_store_machine(broken, max_examples=500)
 
 
 @pytest.mark.usefixtures("unshrunk")
 @pytest.mark.parametrize("broken", [IgnoresCapacity, WastesCapacity, EvictsInVain, PutsKeyByKey])
 def test_the_machine_sees_what_the_capacity_does_not_force(broken):
     with pytest.raises(AssertionError):
-        run_store_machine(broken, capacity_bytes=100)
+        run_store_machine(broken, capacity_bytes=100, max_examples=500)
 
 
 @pytest.mark.parametrize(
