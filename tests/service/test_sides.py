@@ -8,13 +8,13 @@ from hybridkv.clock import ManualClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import VERSION, JobReport, StepPlan, WorkerReport
+from hybridkv.service.messages import VERSION, StepPlan, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import GetResult, PutResult
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.wrappers import FaultyStore
-from hybridkv.transfer.moves import MoverSettings, Outcome
+from hybridkv.transfer.moves import Ended, MoverSettings, Outcome
 from tests.transfer.bench import Device, small_layout
 
 PROMPT = list(range(1000))
@@ -231,9 +231,7 @@ def ended(plan, outcome=Outcome.CANCELLED, marks=0):
     """A report that the first job of a plan has ended on rank 0."""
     job = plan.jobs[0]
     of_groups = tuple(bytes((marks,)) * group.num_objects for group in job.groups)
-    return WorkerReport(
-        rank=0, ended=(JobReport(job_id=job.job_id, rank=0, outcome=outcome, marks=of_groups),)
-    )
+    return WorkerReport(rank=0, ended=(Ended(job_id=job.job_id, outcome=outcome, marks=of_groups),))
 
 
 def test_a_stale_job_neither_completes_a_newer_life_nor_advances_its_ledger(make):
@@ -306,7 +304,7 @@ def test_a_report_of_another_form_counts_as_nothing_moved(make):
     engine = make()
     held = loading(engine)
     plan = engine.side.take_step()
-    report = JobReport(job_id=plan.jobs[0].job_id, rank=0, outcome=Outcome.DONE)
+    report = Ended(job_id=plan.jobs[0].job_id, outcome=Outcome.DONE)
     progress = engine.side.report(WorkerReport(rank=0, ended=(report,)))
     assert (progress.load_failed, progress.released) == (("b",), held)
 

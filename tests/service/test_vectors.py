@@ -4,7 +4,7 @@ import pytest
 
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import JobReport, WorkerReport
+from hybridkv.service.messages import WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.specs.full import Full
 from hybridkv.specs.group import CacheGroup
@@ -13,7 +13,7 @@ from hybridkv.specs.layout_file import find_layout
 from hybridkv.specs.recurrent import Recurrent
 from hybridkv.specs.sliding_window import SlidingWindow
 from hybridkv.stores.memory import MemoryStore
-from hybridkv.transfer.moves import Outcome
+from hybridkv.transfer.moves import Ended, Outcome
 
 PROMPT = [token % 251 for token in range(5000)]
 
@@ -71,7 +71,7 @@ class Sizes:
                 keys = self.scheme.keys_of(transfer.spec_group, 0, transfer.digests)
                 self.store.put(keys, [((0, 1),)] * len(keys))
                 moved.append(b"\1" * len(keys))
-            report = JobReport(job_id=job.job_id, rank=0, outcome=Outcome.DONE, marks=tuple(moved))
+            report = Ended(job_id=job.job_id, outcome=Outcome.DONE, marks=tuple(moved))
             self.events += self.side.report(WorkerReport(rank=0, ended=(report,))).stored
         self.side.forget(request_id)
         return hit - device_prefix

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.service.messages import GroupTransfer, Job, JobKind, JobReport, StepPlan, WorkerReport
+from hybridkv.service.messages import GroupTransfer, Job, JobKind, StepPlan, WorkerReport
 from hybridkv.service.tables import Blocks
 from hybridkv.transfer.ledger import Ledger
-from hybridkv.transfer.moves import Outcome
+from hybridkv.transfer.moves import Ended, Outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -75,16 +75,16 @@ class Running:
         """Whether the job is a load."""
         return self.job.kind is JobKind.LOAD
 
-    def take(self, report: JobReport) -> None:
+    def take(self, rank: int, ended: Ended) -> None:
         """Note how one rank ended; an answer of another form counts as nothing moved."""
-        self.unended.discard(report.rank)
-        self.unstaged.discard(report.rank)
-        self.is_done &= report.outcome is Outcome.DONE
-        if [len(said) for said in report.marks] != [len(marks) for marks in self.marks]:
+        self.unended.discard(rank)
+        self.unstaged.discard(rank)
+        self.is_done &= ended.outcome is Outcome.DONE
+        if [len(said) for said in ended.marks] != [len(marks) for marks in self.marks]:
             self.is_done = False
             self.marks = [np.zeros(len(marks), np.bool_) for marks in self.marks]
             return
-        said = [np.frombuffer(of_group, np.uint8) != 0 for of_group in report.marks]
+        said = [np.frombuffer(of_group, np.uint8) != 0 for of_group in ended.marks]
         self.marks = [
             mine | theirs if self.is_load else mine & theirs
             for mine, theirs in zip(self.marks, said, strict=True)
@@ -189,7 +189,7 @@ class JobBook:
             if found is None or report.rank not in found.unended:
                 self.num_stale += 1
                 continue
-            found.take(ended)
+            found.take(report.rank, ended)
             released |= self._release(found)
             if not found.unended:
                 del self._running[ended.job_id]

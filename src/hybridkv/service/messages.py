@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.transfer.moves import Outcome
+from hybridkv.transfer.moves import Ended
 
 VERSION = 1
 
@@ -87,24 +87,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobReport:
-    """How one rank ended one job.
-
-    Attributes:
-        job_id: the job.
-        rank: tensor-parallel rank that reports.
-        outcome: how it ended.
-        marks: per group of the job one byte an object, 1 = stored (of a save), or 1 = asked for and not
-            served (of a load).
-    """
-
-    job_id: int
-    rank: int
-    outcome: Outcome
-    marks: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """What a worker tells after a step.
 
@@ -118,4 +100,4 @@ class WorkerReport:
     version: int = VERSION
     rank: int
     staged: tuple[int, ...] = ()
-    ended: tuple[JobReport, ...] = ()
+    ended: tuple[Ended, ...] = ()

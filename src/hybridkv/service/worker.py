@@ -3,7 +3,7 @@
 from hybridkv.clock import Clock
 from hybridkv.errors import ConfigError
 from hybridkv.keys import KeyScheme
-from hybridkv.service.messages import VERSION, Job, JobKind, JobReport, StepPlan, WorkerReport
+from hybridkv.service.messages import VERSION, Job, JobKind, StepPlan, WorkerReport
 from hybridkv.stores.base import Store
 from hybridkv.transfer.block_io import BlockIO
 from hybridkv.transfer.mover import Mover
@@ -55,10 +55,7 @@ class WorkerSide:
         return WorkerReport(
             rank=self._rank,
             staged=tuple(staged),
-            ended=tuple(
-                JobReport(job_id=one.job_id, rank=self._rank, outcome=one.outcome, marks=one.marks)
-                for one in ended
-            ),
+            ended=tuple(ended),
         )
 
     def metrics(self) -> MoverMetrics:

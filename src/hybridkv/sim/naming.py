@@ -35,13 +35,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.errors import ConfigError
-from hybridkv.sim.trace import TOKENS_PER_ID, TraceRequest
+from hybridkv.sim.trace import NO_PARENT, TOKENS_PER_ID, TraceRequest
 
 Tails = Literal["distinct", "continued"]
 
 NAME_BYTES = 16  # owner id and end token, each a big-endian u64
-
-_NO_PARENT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,7 @@ class UnitNamer:
 
 
 def _parent(ids: tuple[int, ...], idx: int) -> int:
-    return ids[idx - 1] if idx else _NO_PARENT
+    return ids[idx - 1] if idx else NO_PARENT
 
 
 def _template(num_units: int, hash_unit: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:

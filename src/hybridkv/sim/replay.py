@@ -21,7 +21,7 @@ from hybridkv.plan.boundaries import (
     resend_boundary,
 )
 from hybridkv.service.lookup import Ending, LookupDriver
-from hybridkv.service.messages import GroupTransfer, JobKind, JobReport, WorkerReport
+from hybridkv.service.messages import GroupTransfer, JobKind, WorkerReport
 from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
 from hybridkv.sim.naming import NAME_BYTES, NamedPrompt, Tails, UnitNamer
 from hybridkv.sim.payload import PatternBytes, Payloads, SizesOnly
@@ -32,7 +32,7 @@ from hybridkv.stores.base import GetResult, PutResult, Store
 from hybridkv.stores.memory import MemoryStore, open_memory
 from hybridkv.stores.registry import open_store, parse_store_uri
 from hybridkv.transfer.block_io import NULL_BLOCK
-from hybridkv.transfer.moves import Outcome
+from hybridkv.transfer.moves import Ended, Outcome
 
 _MAX_KEYS = 1 << 20  # one call a batch: the simulated round trips are those of the planner
 _NO_LIMIT = 1 << 62
@@ -203,7 +203,7 @@ class Replay:
         for job in self._side.take_step().jobs:
             marks = [[self._move(job.kind, transfer, rank) for rank in ranks] for transfer in job.groups]
             for rank, of_rank in zip(ranks, zip(*marks, strict=True), strict=True):
-                ended = JobReport(job_id=job.job_id, rank=rank, outcome=Outcome.DONE, marks=of_rank)
+                ended = Ended(job_id=job.job_id, outcome=Outcome.DONE, marks=of_rank)
                 self._side.report(WorkerReport(rank=rank, ended=(ended,)))
 
     def _move(self, kind: JobKind, transfer: GroupTransfer, rank: int) -> bytes:

@@ -27,7 +27,7 @@ MAX_NUMBER = 2**53  # every integer up to here is exact in JSON readers that use
 MAX_LINE_BYTES = 2**24
 MAX_SKIP_REASONS = 5
 
-_NO_PARENT = -1
+NO_PARENT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class _Forest:
         tokens = [TOKENS_PER_ID] * (len(ids) - 1)
         tokens.append(request.input_length - TOKENS_PER_ID * len(tokens))
         fresh: dict[int, tuple[int, int, int]] = {}
-        for block, parent, covered in zip(ids, (_NO_PARENT, *ids), tokens, strict=False):
+        for block, parent, covered in zip(ids, (NO_PARENT, *ids), tokens, strict=False):
             known = self._known.get(block)
             if known is None:
                 fresh[block] = (parent, covered, request.line)
@@ -137,7 +137,7 @@ class _Forest:
 def _refuse_id(block: int, *, parent: int, covered: int, known: tuple[int, int, int]) -> NoReturn:
     known_parent, known_covered, line = known
     if parent != known_parent:
-        here, there = ("stands first" if p == _NO_PARENT else f"follows {p}" for p in (parent, known_parent))
+        here, there = ("stands first" if p == NO_PARENT else f"follows {p}" for p in (parent, known_parent))
         raise TraceError(
             f"hash id {block} {here} here but {there} on line {line}; an id has one parent and position"
         )

@@ -1,13 +1,16 @@
 """What every store checks of a batch before it starts."""
 
 import operator
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
+from typing import TypeVar
 
 from hybridkv.errors import StoreError
 from hybridkv.stores.base import MAX_KEY_CHARS, Segments
 
 _KEY_CHARS = bytes(range(0x21, 0x7F))
 _NONE_YET = object()
+
+T = TypeVar("T")
 
 
 def check_batch(keys: Sequence[str], **columns: Sized | None) -> None:
@@ -54,14 +57,20 @@ def batch_bytes(batch: Sequence[Segments]) -> list[int]:
     Raises:
         StoreError: as ``object_bytes``.
     """
-    sizes = []
+    return once_per_run(batch, object_bytes)
+
+
+def once_per_run(batch: Sequence[Segments], make: Callable[[Segments], T]) -> list[T]:
+    """Return ``make`` of each segments object; one that follows itself is made once and shared."""
+    made: list[T] = []
     previous: object = _NONE_YET
-    size = 0
     for segments in batch:
-        if segments is not previous:
-            size, previous = object_bytes(segments), segments
-        sizes.append(size)
-    return sizes
+        if segments is previous:
+            made.append(made[-1])
+        else:
+            made.append(make(segments))
+            previous = segments
+    return made
 
 
 def as_segments(segments: object) -> list[tuple[int, int]]:

@@ -4,19 +4,17 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hybridkv.errors import StoreError
 from hybridkv.stores.base import Segments
-from hybridkv.stores.batch import as_segments
+from hybridkv.stores.batch import as_segments, once_per_run
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-_NONE_YET = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,14 +141,7 @@ class RegionTable:
             StoreError: a segment does not lie inside one region or has no byte, or an object has no segment.
         """
         registered = self._registered
-        resolved = []
-        previous: object = _NONE_YET
-        pieces = Pieces([])
-        for segments in batch:
-            if segments is not previous:
-                pieces, previous = _pieces(registered, segments), segments
-            resolved.append(pieces)
-        return resolved
+        return once_per_run(batch, partial(_pieces, registered))
 
 
 def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

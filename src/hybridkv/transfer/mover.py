@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 class _Job:
     """A job on its way."""
 
-    def __init__(self, job_id: int, parts: tuple[GroupMove, ...], *, is_save: bool) -> None:
-        self.job_id, self.parts, self.is_save = job_id, parts, is_save
+    def __init__(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
+        self.job_id, self.parts = job_id, parts
         self.marks = [bytearray(len(part.keys)) for part in parts]
         self.touching = threading.Lock()
         self.cancelled = False
@@ -94,11 +94,11 @@ class Mover:
 
     def save(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
         """Start a save; its blocks stay as they are until it is staged, ended or cancelled."""
-        self._start(_Job(job_id, parts, is_save=True), self._saves)
+        self._start(_Job(job_id, parts), self._saves)
 
     def load(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
         """Start a load into blocks that nobody else uses until it has ended or was cancelled."""
-        self._start(_Job(job_id, parts, is_save=False), self._loads)
+        self._start(_Job(job_id, parts), self._loads)
 
     def cancel(self, job_id: int) -> None:
         """Make a job touch no engine block from now on; an unknown or ended job is no error."""
@@ -130,7 +130,7 @@ class Mover:
         for job_id in jobs:
             self.cancel(job_id)
         for queue in (self._saves, self._loads):
-            for job in _emptied(queue):
+            for job in _drained(queue):
                 self._end(job, Outcome.CANCELLED)
             queue.put(None)
         self.drain(timeout_s)
@@ -340,17 +340,7 @@ def _check_answers(keys: list[str], results: Sequence[object]) -> None:
         raise TransferError(f"a store gave {len(results)} answers for {len(keys)} keys")
 
 
-def _emptied(queue: "Queue[_Job | None]") -> Iterator[_Job]:
-    while True:
-        try:
-            job = queue.get_nowait()
-        except Empty:
-            return
-        if job is not None:
-            yield job
-
-
-def _drained(queue: "SimpleQueue") -> Iterator:  # type: ignore[type-arg]
+def _drained(queue: "SimpleQueue | Queue") -> Iterator:  # type: ignore[type-arg]
     while True:
         try:
             yield queue.get_nowait()

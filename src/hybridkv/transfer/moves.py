@@ -39,7 +39,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A job's end.
+    """How one rank ended one job.
 
     Attributes:
         job_id: the job.
@@ -50,7 +50,7 @@ class Ended:
 
     job_id: int
     outcome: Outcome
-    marks: tuple[bytes, ...]
+    marks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
