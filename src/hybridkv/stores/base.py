@@ -79,10 +79,11 @@ class PutHint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object as ``list`` shows it."""
+    """One stored object as ``list`` shows it; its age since it was stored where the store knows it."""
 
     key: str
     num_bytes: int
+    age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ class StoreStats:
     stored_bytes: int
     evicted_objects: int
     evicted_bytes: int
+    corrupt_objects: int = 0
+    """Payloads that failed their checksum and were discarded by this store."""
 
 
 @runtime_checkable

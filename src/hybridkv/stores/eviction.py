@@ -4,6 +4,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.stores.base import PutHint
 
 
@@ -63,3 +66,35 @@ class LruEviction:
     def victims(self) -> Iterator[str]:
         """Return the keys, the least recently used first."""
         return iter(self._order)
+
+
+class StampPolicy(Protocol):
+    """Orders the objects of a store that processes share: by one number an object, in shared memory.
+
+    An ``EvictionPolicy`` keeps an order of its own, which processes cannot share without a lock at every use. Here the
+    policy only says which number an object gets; the smallest goes first. Numbers of an object must not shrink.
+    """
+
+    def stored(self, now: int, count: int, hints: Sequence[PutHint] | None) -> NDArray[np.uint64]:
+        """Return the stamps of new objects, in the order of the batch.
+
+        Args:
+            now: this moment, in ns; grows from call to call.
+            count: objects.
+            hints: one for each object, or ``None`` when the planner gave none.
+        """
+
+    def used(self, now: int, count: int) -> NDArray[np.uint64]:
+        """Return the stamps of objects that are served, in the order of the batch."""
+
+
+class LruStamps:
+    """The least recently used object goes first."""
+
+    def stored(self, now: int, count: int, hints: Sequence[PutHint] | None) -> NDArray[np.uint64]:  # noqa: ARG002
+        """Return the moment of each; hints are ignored."""
+        return self.used(now, count)
+
+    def used(self, now: int, count: int) -> NDArray[np.uint64]:
+        """Return the moment of each, 1 ns apart, so that the batch keeps its order."""
+        return np.arange(now, now + count, dtype=np.uint64)

@@ -16,6 +16,10 @@ from hybridkv.stores.batch import as_segments, once_per_run
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+RELEASE_BYTES = 512 * 1024
+"""Pieces of this size and more are copied without the GIL. For smaller ones, one busy thread more in the process
+would make getting it back cost far more than the copy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
@@ -50,6 +54,19 @@ class Pieces:
         """Return a copy of the object's bytes."""
         return b"".join(self.views)
 
+    def gather_into(self, target: memoryview) -> None:
+        """Copy the object's bytes over ``target``, writable, ``num_bytes`` long and of format B.
+
+        Raises:
+            StoreError: the sizes differ; no byte was moved.
+        """
+        self._check_size(len(target))
+        start = 0
+        for view in self.views:
+            stop = start + len(view)
+            _copy(target[start:stop], view)
+            start = stop
+
     def scatter(self, data: bytes | bytearray | memoryview) -> None:
         """Copy ``data``, ``num_bytes`` long and of format B if it is a view, over the segments.
 
@@ -61,7 +78,7 @@ class Pieces:
         start = 0
         for view in self.views:
             stop = start + len(view)
-            view[:] = source[start:stop]
+            _copy(view, source[start:stop])
             start = stop
 
     def _check_size(self, num_bytes: int) -> None:
@@ -69,6 +86,14 @@ class Pieces:
             raise StoreError(
                 f"{num_bytes} bytes cannot be copied to or from segments of {self.num_bytes} bytes"
             )
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy between views of one length and format B."""
+    if len(target) < RELEASE_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 class _Registered(NamedTuple):

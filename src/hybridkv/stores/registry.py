@@ -15,6 +15,7 @@ ENTRY_POINT_GROUP = "hybridkv.stores"
 """Other packages add a store by an entry point of this group: the scheme names a ``StoreFactory``."""
 
 _BUILTIN = {
+    "local": "hybridkv.stores.local.store:open_local",
     "memory": "hybridkv.stores.memory:open_memory",
 }
 
