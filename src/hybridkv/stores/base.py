@@ -154,3 +154,42 @@ class ReportsStats(Protocol):
 
     def stats(self) -> StoreStats:
         """Return the counts of this moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What a store found when it verified itself.
+
+    Attributes:
+        objects: that were checked.
+        used_bytes: of their payloads.
+        reserved_objects: places that puts in flight hold.
+        corrupt_objects: whose payload is not what was stored.
+        lost_objects: stored, but not to be found under their keys.
+        stale_entries: of the index, that lead nowhere: a cost, not an error.
+        is_fixed: whether all of this was put right.
+    """
+
+    objects: int
+    used_bytes: int
+    reserved_objects: int
+    corrupt_objects: int
+    lost_objects: int
+    stale_entries: int
+    is_fixed: bool
+
+    @property
+    def num_errors(self) -> int:
+        """Corrupt and lost objects."""
+        return self.corrupt_objects + self.lost_objects
+
+
+@runtime_checkable
+class ChecksItself(Protocol):
+    """A store that can verify what it holds."""
+
+    def check(self, *, fix: bool = False) -> CheckReport:
+        """Verify every payload, and that every object is found; with ``fix``, discard and repair.
+
+        Others may go on using the store.
+        """

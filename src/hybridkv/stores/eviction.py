@@ -71,8 +71,9 @@ class LruEviction:
 class StampPolicy(Protocol):
     """Orders the objects of a store that processes share: by one number an object, in shared memory.
 
-    An ``EvictionPolicy`` keeps an order of its own, which processes cannot share without a lock at every use. Here the
-    policy only says which number an object gets; the smallest goes first. Numbers of an object must not shrink.
+    An ``EvictionPolicy`` keeps an order of its own, which processes cannot share without a lock at every
+    use. Here the policy only says which number an object gets; the smallest goes first. Numbers of an object
+    must not shrink.
     """
 
     def stored(self, now: int, count: int, hints: Sequence[PutHint] | None) -> NDArray[np.uint64]:

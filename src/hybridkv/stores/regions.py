@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 RELEASE_BYTES = 512 * 1024
-"""Pieces of this size and more are copied without the GIL. For smaller ones, one busy thread more in the process
-would make getting it back cost far more than the copy."""
+"""Pieces of this size and more are copied without the GIL. For smaller ones, with one more busy thread in the
+process, getting it back would cost far more than the copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -175,8 +175,8 @@ def _agreed(path: Path, capacity_bytes: int | None) -> Geometry:
             return held
         raise ConfigError(
             f"local store {path} was made with capacity {held.capacity_bytes} bytes "
-            f"({format_bytes(held.capacity_bytes)}), not {capacity_bytes} ({format_bytes(capacity_bytes)}); open "
-            f"it with the capacity it has, give another directory, or remove this one and what it holds"
+            f"({format_bytes(held.capacity_bytes)}), not {capacity_bytes} ({format_bytes(capacity_bytes)}); "
+            f"open it with the capacity it has, give another directory, or remove this one and what it holds"
         )
     if capacity_bytes is None:
         raise ConfigError(
@@ -186,7 +186,7 @@ def _agreed(path: Path, capacity_bytes: int | None) -> Geometry:
         foreign = sorted(set(os.listdir(path)) - _OURS)  # noqa: PTH208 - names only
         if foreign:
             raise StoreError(
-                f"{path} holds {foreign[0]!r}, which is not of a local store; give an empty directory or a new one"
+                f"{path} holds {foreign[0]!r}, which is not of a local store; give an empty or a new directory"
             )
     return Geometry.of(capacity_bytes)
 
@@ -217,7 +217,7 @@ def _create(path: Path, geometry: Geometry, at_point: AtPoint) -> None:
 
 
 def _allocate(path: Path, num_bytes: int) -> None:
-    """Make a file of zeros whose space is really there: a hole in a full tmpfs would end the process later."""
+    """Make a file whose space is really there: a hole in a full tmpfs would end the process later."""
     fd = _open(path, os.O_CREAT | os.O_TRUNC)
     try:
         os.posix_fallocate(fd, 0, num_bytes)

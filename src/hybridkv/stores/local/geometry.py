@@ -31,9 +31,9 @@ ENTRIES_PER_SLOT = 2
 ARENA_SHIFT = 2048
 """The first slot's offset in the arena file.
 
-Users' memory mostly begins at or shortly behind the start of a page. Copies between two addresses whose places
-in their pages differ by less than 32 bytes take `rep movsb`'s slow path, four times slower on AMD Zen 3
-(glibc 2.36); half a page apart they never do.
+Users' memory mostly begins at or shortly behind the start of a page. Copies between two addresses whose
+places in their pages differ by less than 32 bytes take `rep movsb`'s slow path, four times slower on AMD Zen
+3 (glibc 2.36); half a page apart they never do.
 """
 
 
@@ -167,8 +167,8 @@ class Geometry:
         _, version, *words = form.unpack_from(header)
         if version != FORMAT_VERSION:
             raise StoreError(
-                f"{where} has format version {version}, this hybridkv reads {FORMAT_VERSION}; it was left as it "
-                f"is: open it with the version that made it, or give another directory"
+                f"{where} has format version {version}, this hybridkv reads {FORMAT_VERSION}; it was left as it"
+                f" is: open it with the version that made it, or give another directory"
             )
         stated = cls(**dict(zip(names, words, strict=True)))
         if not GRANULE <= stated.capacity_bytes <= MAX_CAPACITY_BYTES or stated != cls.of(

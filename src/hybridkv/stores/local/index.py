@@ -22,9 +22,9 @@ _SECOND = np.uint64(21)
 class BucketIndex:
     """Hash buckets in shared memory, a hint only: whoever finds a slot asks its record.
 
-    An entry is a word, ``upper half of the hash << 32 | slot + 1``, 0 where there is none. A hash has two buckets
-    of eight entries. At a load of a half that leaves room in one of them, so nothing ever moves: an entry
-    appears or vanishes by one aligned store, and readers need no lock.
+    An entry is a word, ``upper half of the hash << 32 | slot + 1``, 0 where there is none. A hash has two
+    buckets of eight entries. At a load of a half that leaves room in one of them, so nothing ever moves: an
+    entry appears or vanishes by one aligned store, and readers need no lock.
 
     Args:
         words: ``8 * num_buckets`` words, num_buckets a power of two.

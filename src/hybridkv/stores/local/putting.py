@@ -12,14 +12,14 @@ from hybridkv.stores.local.directory import AtPoint, StoreDirectory
 from hybridkv.stores.local.geometry import KEY_WORD, Field
 from hybridkv.stores.local.index import Numbers, Words
 from hybridkv.stores.local.key_batch import KeyBatch, checksum
-from hybridkv.stores.local.room import Room
+from hybridkv.stores.local.room import Need, Room
 from hybridkv.stores.local.slots import SlotTable, slot_bytes_for
 from hybridkv.stores.regions import Pieces
 
 STEP_KEYS = 256
 STEP_BYTES = 64 * 2**20
-"""A step reserves at most this much (one object at least): a whole prompt that is put into a full store holds the
-lock briefly each time, and what it will evict stays readable until its turn comes."""
+"""A step reserves at most this much (one object at least): a whole prompt that is put into a full store
+holds the lock briefly each time, and what it will evict stays readable until its turn comes."""
 
 _STORED, _ALREADY, _REFUSED = PutResult.STORED, PutResult.ALREADY, PutResult.REFUSED
 
@@ -61,7 +61,7 @@ class Putting:
     def __init__(self, directory: StoreDirectory, table: SlotTable, at_point: AtPoint) -> None:
         self._directory, self._table, self._at_point = directory, table, at_point
         self._room = Room(table, directory.owner)
-        self._arena = memoryview(directory.arena)
+        self._arena = directory.arena.data
         self.stored_objects = self.stored_bytes = 0
 
     def put(
@@ -135,7 +135,8 @@ class Putting:
             by_class[slot_bytes_for(batch.pieces[idx].num_bytes)].append(idx)
         served: list[int] = []
         for slot_bytes, members in by_class.items():
-            self._room.reserve(slot_bytes, len(members), before=batch.begun, keep=keep, taken=taken)
+            need = Need(slot_bytes=slot_bytes, count=len(members), before=batch.begun, keep=keep)
+            self._room.reserve(need, taken)
             served += members[: len(taken) - len(served)]
         return served
 

@@ -1,8 +1,8 @@
 """Making room: free slots first, then chunks without a class, then the least recently used objects.
 
-Within a size class eviction follows the stamps exactly. Between classes whole chunks move: a chunk whose typical
-object is older than the oldest one of the class that needs room is emptied and changes its class, so that classes
-which nobody uses any more give their space up.
+Within a size class eviction follows the stamps exactly. Between classes whole chunks move: a chunk whose
+typical object is older than the oldest one of the class that needs room is emptied and changes its class, so
+that classes which nobody uses any more give their space up.
 """
 
 from dataclasses import dataclass
@@ -30,6 +30,23 @@ class _Scan:
     stamps: Words
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a put needs of one size class.
+
+    Attributes:
+        slot_bytes: the class.
+        count: slots, >= 1.
+        before: objects stamped at this moment or later stay: someone may be copying them.
+        keep: slots that stay too.
+    """
+
+    slot_bytes: int
+    count: int
+    before: int
+    keep: Numbers
+
+
 class Room:
     """Finds the slots that a put may use. The caller holds the directory's lock.
 
@@ -42,28 +59,27 @@ class Room:
         self._table, self._owner = table, owner
         self._scans: dict[int, _Scan] = {}
 
-    def reserve(self, slot_bytes: int, want: int, *, before: int, keep: Numbers, taken: list[int]) -> None:
-        """Reserve up to ``want`` slots of a class, evicting what was last used before a moment.
+    def reserve(self, need: Need, taken: list[int]) -> None:
+        """Reserve as many of the needed slots as there are, evicting where none is free.
 
         Args:
-            slot_bytes: the class.
-            want: >= 1.
-            before: objects stamped at this moment or later stay: someone may be copying them.
-            keep: slots that stay too.
+            need: of one put and class.
             taken: receives each slot before it is touched, so that the caller can give all back.
         """
-        stop = len(taken) + want
+        stop = len(taken) + need.count
         is_fresh = False
-        while len(taken) < stop:
-            scan = self._scans.get(slot_bytes)
+        while (missing := stop - len(taken)) > 0:
+            scan = self._scans.get(need.slot_bytes)
             if scan is None or scan.changes != self._changes():
-                scan, is_fresh = self._scan(slot_bytes, want), True
-            chosen = np.flatnonzero(self._is_eligible(scan, before, keep))[: stop - len(taken)]
-            num_free = int((scan.stamps[chosen] == 0).sum())
-            if num_free < stop - len(taken) and self._add_chunk(
-                slot_bytes, scan, chosen, is_fresh, before, keep
-            ):
-                continue
+                scan, is_fresh = self._scan(need), True
+            chosen = np.flatnonzero(self._is_eligible(scan, need))[:missing]
+            evicted = scan.stamps[chosen][scan.stamps[chosen] > 0]
+            if len(chosen) - len(evicted) < missing:
+                if self._table.add_chunk(need.slot_bytes):
+                    continue
+                oldest = int(evicted[0]) if evicted.size else need.before
+                if is_fresh and self._take_chunk(need, older_than=oldest):
+                    continue
             if chosen.size:
                 slots = scan.slots[chosen]
                 scan.slots, scan.stamps = scan.slots[chosen[-1] + 1 :], scan.stamps[chosen[-1] + 1 :]
@@ -72,72 +88,62 @@ class Room:
             elif is_fresh:
                 return
             else:
-                del self._scans[slot_bytes]
+                del self._scans[need.slot_bytes]
 
     def _changes(self) -> int:
         return int(self._table.header[HeaderWord.CHANGES])
 
-    def _is_eligible(self, scan: _Scan, before: int, keep: Numbers) -> Bools:
+    def _is_eligible(self, scan: _Scan, need: Need) -> Bools:
         table = self._table
-        eligible: Bools = (table.stamps[scan.slots] == scan.stamps) & (scan.stamps < before)
+        eligible: Bools = (table.stamps[scan.slots] == scan.stamps) & (scan.stamps < need.before)
         eligible &= table.records[scan.slots, Field.OWNER] == 0
-        if keep.size:
-            eligible &= ~np.isin(scan.slots, keep)
+        if need.keep.size:
+            eligible &= ~np.isin(scan.slots, need.keep)
         return eligible
 
-    def _scan(self, slot_bytes: int, want: int) -> _Scan:
+    def _scan(self, need: Need) -> _Scan:
+        """Look at a whole class for its oldest slots; what dead stores hold there is reaped first."""
         table = self._table
-        slots = table.class_slots(slot_bytes)
+        slots = table.class_slots(need.slot_bytes)
         stamps = table.stamps[slots]
-        if self._has_strangers(slots[stamps == RESERVED_STAMP]):
+        reserved = slots[stamps == RESERVED_STAMP]
+        if (table.records[reserved, Field.OWNER] != self._owner).any():
             table.reap()
             stamps = table.stamps[slots]
-        count = min(len(slots), max(MIN_CANDIDATES, want, len(slots) // CANDIDATE_SHARE))
-        oldest = np.argpartition(stamps, count - 1)[:count] if count else np.zeros(0, dtype=np.int64)
+        count = min(len(slots), max(MIN_CANDIDATES, need.count, len(slots) // CANDIDATE_SHARE))
+        oldest = np.argpartition(stamps, count - 1)[:count] if count else slots
         oldest = oldest[np.argsort(stamps[oldest], kind="stable")]
         oldest = oldest[stamps[oldest] < RESERVED_STAMP]
         scan = _Scan(self._changes(), slots[oldest], stamps[oldest])
-        self._scans[slot_bytes] = scan
+        self._scans[need.slot_bytes] = scan
         return scan
 
-    def _has_strangers(self, reserved: Numbers) -> bool:
-        return bool((self._table.records[reserved, Field.OWNER] != self._owner).any())
-
-    def _add_chunk(
-        self, slot_bytes: int, scan: _Scan, chosen: Numbers, is_fresh: bool, before: int, keep: Numbers
-    ) -> bool:
-        """Give the class another chunk, where there is one or an older class has one to give."""
-        if self._table.add_chunk(slot_bytes):
-            return True
-        if not is_fresh:
-            return False
-        evictable = scan.stamps[chosen][scan.stamps[chosen] > 0]
-        older_than = int(evictable[0]) if evictable.size else before
-        chunk = self._oldest_chunk(slot_bytes, older_than, before, keep)
-        if chunk is None:
-            return False
-        self._table.empty_chunk(chunk)
-        return self._table.add_chunk(slot_bytes)
-
-    def _oldest_chunk(self, slot_bytes: int, older_than: int, before: int, keep: Numbers) -> int | None:
-        """Return the chunk of another class whose median stamp is the oldest, if old enough and unused."""
-        geometry, table = self._table.geometry, self._table
-        oldest, oldest_median = None, older_than
+    def _take_chunk(self, need: Need, *, older_than: int) -> bool:
+        """Take the chunk of another class whose median stamp is the oldest, if old enough and unused."""
+        table = self._table
+        best, best_median = -1, older_than
         for other in table.classes():
-            if other == slot_bytes:
+            if other == need.slot_bytes:
                 continue
-            count = geometry.chunk_bytes // other
-            chunks = table.chunks_of(other)
-            chunks = chunks[[geometry.num_slots_of(chunk, other) == count for chunk in chunks.tolist()]]
-            chunks = chunks[~np.isin(chunks, keep // geometry.slots_per_chunk)]
-            slots = chunks[:, None] * geometry.slots_per_chunk + np.arange(count)
+            chunks, slots = self._whole_chunks(other, need)
             stamps = table.stamps[slots]
-            medians = np.partition(stamps, count // 2, axis=1)[:, count // 2]
-            for at in np.argsort(medians).tolist():
-                if medians[at] >= oldest_median:
-                    break
-                is_used = (stamps[at] >= before).any() or table.records[slots[at], Field.OWNER].any()
-                if not is_used:
-                    oldest, oldest_median = int(chunks[at]), int(medians[at])
-                    break
-        return oldest
+            middle = slots.shape[1] // 2
+            medians = np.partition(stamps, middle, axis=1)[:, middle]
+            is_used = (stamps >= need.before).any(axis=1) | table.records[slots, Field.OWNER].any(axis=1)
+            medians[is_used] = RESERVED_STAMP
+            if medians.size and medians.min() < best_median:
+                best, best_median = int(chunks[medians.argmin()]), int(medians.min())
+        if best < 0:
+            return False
+        table.empty_chunk(best)
+        return table.add_chunk(need.slot_bytes)
+
+    def _whole_chunks(self, slot_bytes: int, need: Need) -> tuple[Numbers, Numbers]:
+        """Return chunks of a class, without a shorter last one, and their slots, one row a chunk."""
+        geometry = self._table.geometry
+        count = geometry.chunk_bytes // slot_bytes
+        chunks = self._table.chunks_of(slot_bytes)
+        is_whole = [geometry.num_slots_of(chunk, slot_bytes) == count for chunk in chunks.tolist()]
+        chunks = chunks[np.array(is_whole, dtype=np.bool_)]
+        chunks = chunks[~np.isin(chunks, need.keep // geometry.slots_per_chunk)]
+        return chunks, chunks[:, None] * geometry.slots_per_chunk + np.arange(count)

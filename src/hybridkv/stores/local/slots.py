@@ -11,9 +11,10 @@ A slot holds one object. Its record is the truth; the index is a hint.
     FREE --reserve--> RESERVED --publish--> PUBLISHED --reserve (evicts)--> RESERVED
     RESERVED --release, reap--> FREE        PUBLISHED --discard, steal a chunk--> FREE
 
-A generation takes two steps a life and never goes back, so a reader that finds the same even generation before and
-after its copy has copied one object. Words are stored one by one and in program order (x86; elsewhere the calls of
-the lock order them), so a process that is killed between two lines leaves one of the states above, except
+A generation takes two steps a life and never goes back, so a reader that finds the same even generation
+before and after its copy has copied one object. Words are stored one by one and in program order (x86;
+elsewhere the calls of the lock order them), so a process that is killed between two lines leaves one of the
+states above, except
 
 * an odd slot that the index still names: a miss, and its next user deletes the entry;
 * a published slot with an owner: killed before publish was done, which ``reap`` completes.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridkv.errors import StoreError
 from hybridkv.stores.base import PutHint
 from hybridkv.stores.eviction import StampPolicy
 from hybridkv.stores.local.directory import AtPoint, StoreDirectory
@@ -59,7 +61,8 @@ class Found:
 class SlotTable:
     """The records, stamps and size classes in the meta file.
 
-    ``find``, ``served`` and ``num_bytes_of`` need no lock; the caller of everything else holds the directory's.
+    ``find``, ``served`` and ``num_bytes_of`` need no lock; the caller of everything else holds the
+    directory's.
 
     Args:
         directory: open.
@@ -82,8 +85,10 @@ class SlotTable:
         self.stamps = words[geometry.stamps_offset // 8 :][: geometry.num_slots]
         self.records = words[geometry.records_offset // 8 :].reshape(geometry.num_slots, RECORD_WORDS)
         self.evicted_objects = self.evicted_bytes = 0
+        if (self.chunks % GRANULE).any() or (self.chunks > geometry.chunk_bytes).any():
+            raise StoreError(f"local store {directory.path}: the meta file is damaged; remove the directory")
 
-    # --- without the lock -----------------------------------------------------------------------------------
+    # --- without the lock ----------------------------------------------------------------------------------
 
     def find(self, keys: KeyBatch) -> Found:
         """Return which keys are published, and where."""
@@ -95,7 +100,7 @@ class SlotTable:
             # The generation comes first: if it is the same at the end, everything between belongs together.
             generations = self.records[safe, Field.GENERATION]
             rows = self.records.take(safe, axis=0)
-            good = (rows[:, Field.HASH] == keys.hashes[positions]) & (safe == slots)
+            good: Bools = (rows[:, Field.HASH] == keys.hashes[positions]) & (safe == slots)
             good &= _is_published(generations) & (rows[:, Field.KEY_CHARS] == keys.chars[positions])
             good &= (rows[:, KEY_WORD : KEY_WORD + words] == keys.words[positions]).all(axis=1)
             heads[positions[good]] = rows[good, :KEY_WORD]
@@ -228,7 +233,7 @@ class SlotTable:
             self.records[slots, Field.OWNER] = 0
             self.header[HeaderWord.CHANGES] += np.uint64(1)
 
-    # --- under the lock: reserve ------------------------------------------------------------------------------
+    # --- under the lock: reserve ---------------------------------------------------------------------------
 
     def take(self, slots: Numbers) -> None:
         """Reserve free and published slots, evicting what they hold."""
@@ -282,10 +287,10 @@ class SlotTable:
         self.chunks[chunk] = 0
         self._at_point("chunk: without class")
 
-    # --- under the lock: recover ------------------------------------------------------------------------------
+    # --- under the lock: recover ---------------------------------------------------------------------------
 
     def let_time_go_on(self) -> None:
-        """Raise the base of the stamps where the monotonic clock has begun anew: the machine was restarted."""
+        """Raise the base of the stamps where the monotonic clock began anew: after a restart."""
         youngest = int(self.stamps[self.published()].max(initial=0))
         behind = youngest - self.now()
         if behind >= 0:
@@ -309,15 +314,15 @@ class SlotTable:
 
     def reindex(self, slots: Numbers) -> None:
         """Put published slots into the index again, ownerless; what another slot holds too is freed."""
-        records = self.records
-        for slot in slots.tolist():
-            at = np.array([slot])
-            if (self.find(self.keys_of(at)).slots < 0).all():
-                self.index.insert(records[at, Field.HASH], at)
-            if (self.find(self.keys_of(at)).slots != slot).any():
-                self._unpublish(at)
-                self._free(at)
-            records[at, Field.OWNER] = 0
+        if not slots.size:
+            return
+        keys, records = self.keys_of(slots), self.records
+        missing = slots[self.find(keys).slots < 0]
+        self.index.insert(records[missing, Field.HASH], missing)
+        unreachable = slots[self.find(keys).slots != slots]
+        self._unpublish(unreachable)
+        self._free(unreachable)
+        records[slots, Field.OWNER] = 0
 
     def keys_of(self, slots: Numbers) -> KeyBatch:
         """Return the keys of published slots."""
@@ -333,4 +338,5 @@ def slot_bytes_for(num_bytes: int) -> int:
 
 
 def _is_published(generations: Words) -> Bools:
-    return (generations > 0) & (generations & np.uint64(1) == 0)
+    published: Bools = (generations > 0) & (generations & np.uint64(1) == 0)
+    return published

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridkv.errors import ConfigError
-from hybridkv.stores.base import GetResult, ObjectInfo, PutHint, PutResult, Segments, StoreStats
+from hybridkv.stores.base import CheckReport, GetResult, ObjectInfo, PutHint, PutResult, Segments, StoreStats
 from hybridkv.stores.batch import check_batch
 from hybridkv.stores.eviction import LruStamps, StampPolicy
+from hybridkv.stores.local.check import check_store
 from hybridkv.stores.local.directory import AtPoint, StoreDirectory
 from hybridkv.stores.local.gate import Gate
 from hybridkv.stores.local.geometry import KEY_WORD, Field
@@ -32,15 +33,16 @@ _open_stores: "weakref.WeakSet[LocalStore]" = weakref.WeakSet()
 
 
 class LocalStore:
-    """Objects in one directory; a ``Store`` that also ``ListsObjects``, ``ReportsStats`` and ``ChecksItself``.
+    """Objects in one directory; also ``ListsObjects``, ``ReportsStats`` and ``ChecksItself``.
 
-    Any number of processes and threads may use the directory at once; one that is killed at any moment leaves it
-    whole. Each payload has a checksum, verified on every load. A put evicts neither its own keys nor what was used
-    since it began. Counts of what was stored and evicted are this store's own, not those of other processes.
+    Any number of processes and threads may use the directory at once; one that is killed at any moment leaves
+    it whole. Each payload has a checksum, verified on every load. A put evicts neither its own keys nor what
+    was used since it began. Counts of what was stored and evicted are this store's own, not those of others.
 
     Args:
         path: the directory; created where it does not exist.
-        capacity_bytes: of all slots together, >= 4096, allocated at creation; ``None`` opens an existing directory.
+        capacity_bytes: of all slots together, >= 4096, allocated at creation; ``None`` opens an existing
+            directory.
         policy: orders eviction; least recently used when ``None``. The same in all processes.
         at_point: called between the steps of each protocol with its name; tests end the process there.
 
@@ -62,7 +64,7 @@ class LocalStore:
         self._directory = StoreDirectory(path, capacity_bytes, at_point)
         self._table = SlotTable(self._directory, LruStamps() if policy is None else policy, at_point)
         self._putting = Putting(self._directory, self._table, at_point)
-        self._arena = memoryview(self._directory.arena)
+        self._arena = self._directory.arena.data
         self._corrupt_objects = 0
         with self._directory.locked():
             self._table.let_time_go_on()
@@ -183,6 +185,11 @@ class LocalStore:
                 corrupt_objects=self._corrupt_objects,
             )
 
+    def check(self, *, fix: bool = False) -> CheckReport:
+        """Verify all payloads and the index; see ``check_store``."""
+        with self._gate.inside():
+            return check_store(self._directory, self._table, fix=fix)
+
     def close(self) -> None:
         """Wait for the calls in flight and let go of the directory; what is stored stays."""
         if self._gate.close("the local store is closed"):
@@ -191,7 +198,7 @@ class LocalStore:
             self._regions.clear()
 
     def abandon_after_fork(self) -> None:
-        """Make the store of a forked child unusable: the parent's locks and reservations are not the child's."""
+        """Make a forked child's store unusable: the parent's locks and reservations are not its own."""
         self._gate.break_off(
             "the local store was opened before this process was forked; open it anew in the child"
         )

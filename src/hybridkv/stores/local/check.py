@@ -1,0 +1,72 @@
+"""Verifies a local store: payloads against their checksums, records against the index."""
+
+import numpy as np
+import xxhash
+
+from hybridkv.stores.base import CheckReport
+from hybridkv.stores.local.directory import StoreDirectory
+from hybridkv.stores.local.geometry import KEY_WORD, Field
+from hybridkv.stores.local.index import Bools, Numbers
+from hybridkv.stores.local.key_batch import checksum
+from hybridkv.stores.local.slots import SlotTable
+
+
+def check_store(directory: StoreDirectory, table: SlotTable, *, fix: bool) -> CheckReport:
+    """Check a store that others may go on using; payloads are read without the lock.
+
+    Args:
+        directory: open.
+        table: of the directory.
+        fix: discard what is damaged and make the index anew; others may miss objects for that moment.
+    """
+    with directory.locked():
+        table.reap()
+        slots = table.published()
+        records = table.records.take(slots, axis=0)
+        is_lost = table.find(table.keys_of(slots)).slots != slots if slots.size else slots > 0
+        stale = _num_stale(table, slots)
+        reserved = int((table.records[table.all_slots(), Field.OWNER] > 0).sum())
+    is_bad = ~_verified(directory, table, slots)
+    with directory.locked():
+        is_same = table.is_same(slots, records[:, :KEY_WORD])
+        corrupt = slots[is_bad & is_same]
+        if fix:
+            table.discard(corrupt)
+            table.index.clear()
+            table.reindex(table.published())
+    return CheckReport(
+        objects=len(slots),
+        used_bytes=int(records[:, Field.NUM_BYTES].sum()),
+        reserved_objects=reserved,
+        corrupt_objects=len(corrupt),
+        lost_objects=int((is_lost & is_same & ~is_bad).sum()),
+        stale_entries=stale,
+        is_fixed=fix,
+    )
+
+
+def _num_stale(table: SlotTable, published: Numbers) -> int:
+    """Count the index's entries that name no published slot of their hash: misses, not errors."""
+    halves, slots = table.index.entries()
+    safe = np.minimum(slots, len(table.records) - 1)
+    right = np.isin(slots, published) & (table.records[safe, Field.HASH] >> np.uint64(32) == halves)
+    return int((~right).sum())
+
+
+def _verified(directory: StoreDirectory, table: SlotTable, slots: Numbers) -> Bools:
+    """Tell for each slot whether its record and its payload belong together."""
+    arena = directory.arena.data
+    places, slot_bytes = table.places(slots)
+    good = np.zeros(len(slots), dtype=np.bool_)
+    for idx, (slot, place, room) in enumerate(
+        zip(slots.tolist(), places.tolist(), slot_bytes.tolist(), strict=True)
+    ):
+        record = table.records[slot].copy()
+        key_hash, num_bytes = int(record[Field.HASH]), int(record[Field.NUM_BYTES])
+        key = record[KEY_WORD:].tobytes()[: int(record[Field.KEY_CHARS])]
+        good[idx] = (
+            0 < num_bytes <= room
+            and xxhash.xxh3_64_intdigest(key) == key_hash
+            and checksum(arena[place : place + num_bytes], key_hash) == int(record[Field.CHECKSUM])
+        )
+    return good
