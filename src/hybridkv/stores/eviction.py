@@ -72,8 +72,9 @@ class StampPolicy(Protocol):
     """Orders the objects of a store that processes share: by one number an object, in shared memory.
 
     An ``EvictionPolicy`` keeps an order of its own, which processes cannot share without a lock at every
-    use. Here the policy only says which number an object gets; the smallest goes first. Numbers of an object
-    must not shrink.
+    use. Here the policy only says which number an object gets; the smallest goes first. The store looks at
+    all numbers now and then and remembers the smallest: an object whose number is below those of older ones
+    is considered from the next look on.
     """
 
     def stored(self, now: int, count: int, hints: Sequence[PutHint] | None) -> NDArray[np.uint64]:

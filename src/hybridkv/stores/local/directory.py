@@ -63,7 +63,8 @@ class StoreDirectory:
         self._lock_fd = self._own_fd = self._meta_fd = -1
         try:
             wanted = _agreed(path, capacity_bytes)
-            (path / OWN).mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / OWN).mkdir(mode=0o700, exist_ok=True)
             self._lock_fd = _open(path / LOCK, os.O_CREAT)
             with self.locked():
                 if not (path / META).exists():
@@ -186,7 +187,7 @@ def _agreed(path: Path, capacity_bytes: int | None) -> Geometry:
         foreign = sorted(set(os.listdir(path)) - _OURS)  # noqa: PTH208 - names only
         if foreign:
             raise StoreError(
-                f"{path} holds {foreign[0]!r}, which is not of a local store; give an empty or a new directory"
+                f"{path} holds {foreign[0]!r}, which is not of a local store; give an empty or new directory"
             )
     return Geometry.of(capacity_bytes)
 

@@ -167,8 +167,8 @@ class Geometry:
         _, version, *words = form.unpack_from(header)
         if version != FORMAT_VERSION:
             raise StoreError(
-                f"{where} has format version {version}, this hybridkv reads {FORMAT_VERSION}; it was left as it"
-                f" is: open it with the version that made it, or give another directory"
+                f"{where} has format version {version}, this hybridkv reads {FORMAT_VERSION}; it was left "
+                f"as it is: open it with the version that made it, or give another directory"
             )
         stated = cls(**dict(zip(names, words, strict=True)))
         if not GRANULE <= stated.capacity_bytes <= MAX_CAPACITY_BYTES or stated != cls.of(

@@ -75,10 +75,8 @@ class Room:
             chosen = np.flatnonzero(self._is_eligible(scan, need))[:missing]
             evicted = scan.stamps[chosen][scan.stamps[chosen] > 0]
             if len(chosen) - len(evicted) < missing:
-                if self._table.add_chunk(need.slot_bytes):
-                    continue
                 oldest = int(evicted[0]) if evicted.size else need.before
-                if is_fresh and self._take_chunk(need, older_than=oldest):
+                if self._add_chunk(need, older_than=oldest if is_fresh else 0):
                     continue
             if chosen.size:
                 slots = scan.slots[chosen]
@@ -118,11 +116,25 @@ class Room:
         self._scans[need.slot_bytes] = scan
         return scan
 
-    def _take_chunk(self, need: Need, *, older_than: int) -> bool:
-        """Take the chunk of another class whose median stamp is the oldest, if old enough and unused."""
+    def _add_chunk(self, need: Need, *, older_than: int) -> bool:
+        """Give the class a chunk more: one without a class, else another class's that is old enough."""
         table = self._table
-        best, best_median = -1, older_than
-        for other in table.classes():
+        chunk = table.free_chunk(need.slot_bytes)
+        if chunk is None:
+            chunk = self._oldest_chunk(need, older_than)
+        # Space comes first: where there is none for the records, nothing is evicted for them.
+        if chunk is None or not table.allocate_records(chunk, need.slot_bytes):
+            return False
+        if table.chunks[chunk]:
+            table.empty_chunk(chunk)
+        table.assign(chunk, need.slot_bytes)
+        return True
+
+    def _oldest_chunk(self, need: Need, older_than: int) -> int | None:
+        """Return the unused chunk of another class whose median stamp is the oldest, if old enough."""
+        table = self._table
+        best, best_median = None, older_than
+        for other in table.classes() if older_than else ():
             if other == need.slot_bytes:
                 continue
             chunks, slots = self._whole_chunks(other, need)
@@ -133,10 +145,7 @@ class Room:
             medians[is_used] = RESERVED_STAMP
             if medians.size and medians.min() < best_median:
                 best, best_median = int(chunks[medians.argmin()]), int(medians.min())
-        if best < 0:
-            return False
-        table.empty_chunk(best)
-        return table.add_chunk(need.slot_bytes)
+        return best
 
     def _whole_chunks(self, slot_bytes: int, need: Need) -> tuple[Numbers, Numbers]:
         """Return chunks of a class, without a shorter last one, and their slots, one row a chunk."""

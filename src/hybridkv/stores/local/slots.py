@@ -249,33 +249,31 @@ class SlotTable:
         self.evicted_objects += len(published)
         self.evicted_bytes += int(self.records[published, Field.NUM_BYTES].sum())
 
-    def add_chunk(self, slot_bytes: int) -> bool:
-        """Give a class a chunk that has none; ``False`` where there is none, or no space for its records."""
-        free = self.chunks_of(0)
-        geometry = self.geometry
-        for chunk in free.tolist():
-            count = geometry.num_slots_of(chunk, slot_bytes)
-            if count:
-                return self._assign(chunk, slot_bytes, count)
-        return False
+    def free_chunk(self, slot_bytes: int) -> int | None:
+        """Return a chunk without a class that has room for slots of a size."""
+        free = self.chunks_of(0).tolist()
+        return next((chunk for chunk in free if self.geometry.num_slots_of(chunk, slot_bytes)), None)
 
-    def _assign(self, chunk: int, slot_bytes: int, count: int) -> bool:
-        geometry = self.geometry
-        first = chunk * geometry.slots_per_chunk
-        is_there = self._directory.allocate_meta(geometry.stamps_offset + 8 * first, 8 * count)
+    def allocate_records(self, chunk: int, slot_bytes: int) -> bool:
+        """Give the records of a chunk's slots their space; ``False`` where the file system has none left."""
+        geometry, allocate = self.geometry, self._directory.allocate_meta
+        first, count = chunk * geometry.slots_per_chunk, geometry.num_slots_of(chunk, slot_bytes)
         record_bytes = 8 * RECORD_WORDS
-        if not is_there or not self._directory.allocate_meta(
+        return allocate(geometry.stamps_offset + 8 * first, 8 * count) and allocate(
             geometry.records_offset + record_bytes * first, record_bytes * count
-        ):
-            return False
-        generations = self.records[first : first + count, Field.GENERATION]
-        generations |= np.uint64(1)  # a record that was never used becomes free; the others are odd already
-        self.stamps[first : first + count] = 0
+        )
+
+    def assign(self, chunk: int, slot_bytes: int) -> None:
+        """Give a chunk without a class to one; its records have their space."""
+        first = chunk * self.geometry.slots_per_chunk
+        stop = first + self.geometry.num_slots_of(chunk, slot_bytes)
+        # A record that was never used becomes free; the others are odd already.
+        self.records[first:stop, Field.GENERATION] |= np.uint64(1)
+        self.stamps[first:stop] = 0
         self._at_point("chunk: records ready")
         self.chunks[chunk] = slot_bytes
         self.header[HeaderWord.CHANGES] += np.uint64(1)
         self._at_point("chunk: assigned")
-        return True
 
     def empty_chunk(self, chunk: int) -> None:
         """Evict what a chunk holds and take it from its class; none of its slots is reserved."""

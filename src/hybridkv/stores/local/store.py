@@ -115,25 +115,25 @@ class LocalStore:
         found = table.find(KeyBatch.of(keys))
         sizes = np.fromiter((piece.num_bytes for piece in pieces), dtype=np.uint64, count=len(pieces))
         present = np.flatnonzero(found.slots >= 0)
-        places, slot_bytes = table.places(found.slots[present])
-        fits = (sizes[present] == found.heads[present, Field.NUM_BYTES]) & (sizes[present] <= slot_bytes)
-        results = [GetResult.ABSENT] * len(keys)
-        for idx in present[~fits].tolist():
-            results[idx] = GetResult.CORRUPT
-        wanted, places = present[fits], places[fits]
-        slots, heads = found.slots[wanted], found.heads[wanted]
-        table.served(slots, table.now())
+        slots, heads = found.slots[present], found.heads[present]
+        places, slot_bytes = table.places(slots)
+        fits = (sizes[present] == heads[:, Field.NUM_BYTES]) & (sizes[present] <= slot_bytes)
+        table.served(slots[fits], table.now())
         is_whole = [
-            self._load(place, head, pieces[idx])
-            for idx, place, head in zip(wanted.tolist(), places.tolist(), heads.tolist(), strict=True)
+            fit and self._load(place, head, pieces[idx])
+            for idx, fit, place, head in zip(
+                present.tolist(), fits.tolist(), places.tolist(), heads.tolist(), strict=True
+            )
         ]
+        # All that was read so far counts only if the object is still the same; else it was evicted meanwhile.
         is_same = table.is_same(slots, heads)
-        for idx, whole, same in zip(wanted.tolist(), is_whole, is_same.tolist(), strict=True):
+        results = [GetResult.ABSENT] * len(keys)
+        for idx, whole, same in zip(present.tolist(), is_whole, is_same.tolist(), strict=True):
             if same:
                 results[idx] = GetResult.OK if whole else GetResult.CORRUPT
-        bad = is_same & ~np.array(is_whole, dtype=np.bool_)
+        bad = is_same & fits & ~np.array(is_whole, dtype=np.bool_)
         if bad.any():
-            self.drop_corrupt(slots[bad], heads[bad])
+            self._drop_corrupt(slots[bad], heads[bad])
         return results
 
     def _load(self, place: int, head: builtins.list[int], pieces: Pieces) -> bool:
@@ -145,7 +145,7 @@ class LocalStore:
         pieces.scatter(payload)
         return True
 
-    def drop_corrupt(self, slots: Numbers, heads: Words) -> None:
+    def _drop_corrupt(self, slots: Numbers, heads: Words) -> None:
         """Discard objects whose payload is not what was stored, unless they are gone already."""
         with self._directory.locked():
             bad = slots[self._table.is_same(slots, heads)]
