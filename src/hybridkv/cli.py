@@ -1,6 +1,5 @@
 """The command line: ``hybridkv --help``."""
 
-import json
 import os
 import re
 import sys
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.progress import track
 from rich.table import Table
 
 from hybridkv import __version__
+from hybridkv.cli_output import JsonFile, show, write_json
+from hybridkv.cli_store import store_app
 from hybridkv.errors import ConfigError, CorruptPayloadError, HybridKVError
 from hybridkv.plan.boundaries import Retention
 from hybridkv.sim.demo import DemoRow, demo_table, run_demo
@@ -32,12 +33,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="KV cache outside the serving engine, for models that mix kinds of attention.",
 )
+app.add_typer(store_app, name="store")
 
 MAX_MESSAGE_CHARS = 2000
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is standard output."),
-]
 
 
 def _version(value: bool) -> None:  # noqa: FBT001 - typer hands the flag over by position
@@ -65,26 +63,6 @@ def _scale(text: str) -> Fraction:
     if not re.fullmatch(r"[0-9]{1,12}([./][0-9]{1,12})?", text) or set(text.partition("/")[2]) == {"0"}:
         raise ConfigError(f"payload scale is {text[:80]!r}; give a fraction in (0, 1], such as 1/64")
     return Fraction(text)
-
-
-def _write_json(target: Path | None, data: object) -> None:
-    if target is None:
-        return
-    text = json.dumps(data, indent=2) + "\n"
-    if str(target) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from None
-
-
-def _show(renderable: RenderableType, json_file: Path | None) -> None:
-    """Print for people, unless standard output carries the JSON; names are text, never markup."""
-    if str(json_file) != "-":
-        width = None if sys.stdout.isatty() else 120
-        Console(width=width, markup=False, highlight=False, emoji=False).print(renderable)
 
 
 @app.command(
@@ -142,8 +120,8 @@ def replay(
         disable=not sys.stderr.isatty(),
     )
     report = run.run(progress)
-    _show(report.render(), json_file)
-    _write_json(json_file, report.to_dict())
+    show(report.render(), json_file)
+    write_json(json_file, report.to_dict())
 
 
 @app.command()
@@ -152,8 +130,8 @@ def demo(json_file: JsonFile = None) -> None:
     rows: list[DemoRow] = []
     with Console(stderr=True).status("replaying with real bytes ..."):
         rows.extend(run_demo())
-    _show(demo_table(rows), json_file)
-    _write_json(
+    show(demo_table(rows), json_file)
+    write_json(
         json_file,
         [{"cache": row.cache, "capacity_bytes": row.capacity_bytes, **row.report.to_dict()} for row in rows],
     )
@@ -177,8 +155,8 @@ def models(json_file: JsonFile = None) -> None:
                 end_section=group is last,
             )
     sources = [f"{layout.name}: {layout.source}" for layout in layouts]
-    _show(Group(table, *sources), json_file)
-    _write_json(
+    show(Group(table, *sources), json_file)
+    write_json(
         json_file,
         [
             {

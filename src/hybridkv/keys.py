@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -277,16 +278,38 @@ class KeyScheme:
         return chosen
 
 
+class KeyParts(NamedTuple):
+    """What the text of a key shows."""
+
+    fingerprint: str
+    spec_group: int
+    rank: int
+    block_hash: str
+
+
+def key_parts(key: str) -> KeyParts:
+    """Return what a key shows.
+
+    Raises:
+        KeySchemeError: the key is of another scheme.
+
+    Example:
+        >>> key_parts("hkv1/0f3a/1/0/9bc4").spec_group
+        1
+    """
+    parts = key.split("/")
+    if len(parts) != 5 or parts[0] != SCHEME or not parts[2].isdecimal() or not parts[3].isdecimal():
+        raise KeySchemeError(f"key {key!r} is not of scheme {SCHEME}")
+    return KeyParts(parts[1], int(parts[2]), int(parts[3]), parts[4])
+
+
 def spec_group_of(key: str) -> int:
     """Return the spec group that a key names.
 
     Raises:
         KeySchemeError: the key is of another scheme.
     """
-    parts = key.split("/")
-    if len(parts) != 5 or parts[0] != SCHEME or not parts[2].isdecimal():
-        raise KeySchemeError(f"key {key!r} is not of scheme {SCHEME}")
-    return int(parts[2])
+    return key_parts(key).spec_group
 
 
 class BlockHasher:

@@ -182,6 +182,13 @@ def test_a_second_twin_shares_the_fate_of_the_first(bench):
     assert put_many(bench, keys)[-2:] == [REFUSED, REFUSED]
 
 
+def test_large_objects_come_back_as_they_were_put(path):
+    bench = Workbench(LocalStore(path, 32 * 2**20), 8 * 2**20)
+    data = payload(0, 2 * 2**20 - 1)
+    assert bench.put("a", data, 2) is STORED
+    assert bench.get("a", len(data), 3) == (OK, data)
+
+
 def test_keys_of_different_lengths_are_told_apart(bench):
     keys = ["x" * length for length in (200, 1, 8, 9, 16, 199)]
     assert put_many(bench, keys) == [STORED] * 6
