@@ -1,12 +1,18 @@
-"""The demonstration: one chat trace, three models, a prefix-only cache beside hybridkv at equal capacity."""
+"""The demonstration: one chat, three models, a prefix-only cache beside hybridkv at equal capacity."""
 
+import multiprocessing
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from hybridkv.errors import StoreUnavailableError
 from hybridkv.plan.boundaries import Retention
 from hybridkv.sim.generate import generate_trace
 from hybridkv.sim.replay import Replay, ReplaySettings
@@ -48,24 +54,29 @@ def prefix_only(layout: Layout) -> Layout:
 def run_demo() -> Iterator[DemoRow]:
     """Replay one trace for each model and cache, with real bytes, yielding a row as it is done.
 
-    Every cache of a model has an eighth of what the prefix-only one would write into an unbounded store.
+    Two engine processes serve its requests in turn and share one directory of the local store. Every cache of
+    a model has an eighth of what the prefix-only one would write into an unbounded store.
     """
-    requests = generate_trace(seed=7, num_sessions=40, num_apps=4)
-    for model in MODELS:
-        layout = find_layout(model)
-        unbounded = _replay(prefix_only(layout), requests, "memory://", "all", move_bytes=False)
-        capacity_bytes = unbounded.stored_bytes // CAPACITY_SHARE
-        for cache, retention in _CACHES:
-            kept = prefix_only(layout) if cache == "prefix-only" else layout
-            uri = f"memory://?capacity={capacity_bytes}"
-            report = _replay(kept, requests, uri, retention, move_bytes=True)
-            yield DemoRow(cache=cache, capacity_bytes=capacity_bytes, report=report)
+    requests = _requests()
+    with _two_engines() as engines:
+        for model in MODELS:
+            layout = find_layout(model)
+            unbounded = Replay(_settings(prefix_only(layout), "memory://", "all", move_bytes=False))
+            capacity_bytes = unbounded.run(requests).stored_bytes // CAPACITY_SHARE
+            for cache, retention in _CACHES:
+                kept = prefix_only(layout) if cache == "prefix-only" else layout
+                with tempfile.TemporaryDirectory(dir=_fast_directory()) as directory:
+                    uri = f"local://{directory}/store?capacity={capacity_bytes}"
+                    report = _replay(engines, _settings(kept, uri, retention, move_bytes=True))
+                yield DemoRow(cache=cache, capacity_bytes=capacity_bytes, report=report)
 
 
-def _replay(
-    layout: Layout, requests: Sequence[TraceRequest], uri: str, retention: Retention, *, move_bytes: bool
-) -> ReplayReport:
-    settings = ReplaySettings(
+def _requests() -> list[TraceRequest]:
+    return list(generate_trace(seed=7, num_sessions=40, num_apps=4))
+
+
+def _settings(layout: Layout, uri: str, retention: Retention, *, move_bytes: bool) -> ReplaySettings:
+    return ReplaySettings(
         layout=layout,
         store_uri=uri,
         retention=retention,
@@ -73,7 +84,63 @@ def _replay(
         move_bytes=move_bytes,
         payload_scale=SCALE,
     )
-    return Replay(settings).run(requests)
+
+
+def _fast_directory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - tmpfs, where there is one
+
+
+@contextmanager
+def _two_engines() -> Iterator[list[Connection]]:
+    """Start two engine processes and yield the pipes that take settings and give reports."""
+    context = multiprocessing.get_context("spawn")
+    batons = context.Pipe()
+    pipes, processes = [], []
+    for turn, baton in enumerate(batons):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_engine, args=(theirs, baton, turn), daemon=True))
+        processes[-1].start()
+        for end in (theirs, baton):  # so that an engine that dies is noticed
+            end.close()
+        pipes.append(ours)
+    yield pipes
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
+
+
+def _replay(engines: Sequence[Connection], settings: ReplaySettings) -> ReplayReport:
+    for engine in engines:
+        engine.send(settings)
+    try:
+        reports: list[ReplayReport] = [engine.recv() for engine in engines]
+    except EOFError:
+        raise StoreUnavailableError("an engine process has ended; its message is above") from None
+    reports[0].add(reports[1])
+    return reports[0]
+
+
+def _engine(orders: Connection, baton: Connection, turn: int) -> None:
+    """Serve every second request of each replay that is ordered, until there is none."""
+    requests = _requests()
+    while (settings := orders.recv()) is not None:
+        replay = Replay(settings)
+        orders.send(replay.run(_in_turn(replay, requests, baton, turn)))
+
+
+def _in_turn(
+    replay: Replay, requests: Sequence[TraceRequest], baton: Connection, turn: int
+) -> Iterator[TraceRequest]:
+    """Yield the requests of this engine, each when the other engine has served the one before."""
+    for idx, request in enumerate(requests):
+        if idx % 2 != turn:
+            replay.watch(request)
+            continue
+        if idx:
+            baton.recv()
+        yield request
+        if idx + 1 < len(requests):
+            baton.send(None)
 
 
 def demo_table(rows: Sequence[DemoRow]) -> RenderableType:
@@ -96,6 +163,7 @@ def demo_table(rows: Sequence[DemoRow]) -> RenderableType:
     return Group(
         f"{report.requests} requests of a generated chat, {report.prompt_tokens:,} prompt tokens, real bytes",
         f"at {SCALE} of their size, every loaded object verified; one capacity per model.",
+        "Two engine processes serve the requests in turn and share one directory of the local store.",
         table,
         "hit: share of the prompt tokens that need no prefill",
         "prefix-only: keeps, asks and loads every layer as if it were full attention",

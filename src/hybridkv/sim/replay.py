@@ -162,6 +162,10 @@ class Replay:
         self.report.round_trips = lookups.calls
         return self.report
 
+    def watch(self, request: TraceRequest) -> None:
+        """Take note of a request that another replay of the same trace serves from the same store."""
+        self._namer.name(request)
+
     def _serve(self, request: TraceRequest) -> None:
         prompt, num_tokens, report = self._namer.name(request), request.input_length, self.report
         request_id = f"line {request.line}"

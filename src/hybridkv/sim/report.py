@@ -1,6 +1,6 @@
 """What a replay found out, as data and as a table."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
@@ -67,6 +67,14 @@ class ReplayReport:
     def stored_bytes(self) -> int:
         """Bytes saved over the whole replay."""
         return sum(group.saved_bytes for group in self.groups)
+
+    def add(self, other: "ReplayReport") -> None:
+        """Count what another replay of the same settings did as well."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for group, more in zip(self.groups, other.groups, strict=True):
+            for name in _GROUP_COUNTS:
+                setattr(group, name, getattr(group, name) + getattr(more, name))
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data for JSON."""
@@ -136,3 +144,7 @@ class ReplayReport:
         if self.skipped_lines:
             summary.append(("skipped lines", f"{self.skipped_lines:,}, first: {self.skip_reasons[0]}"))
         return summary
+
+
+_COUNTS = [item.name for item in fields(ReplayReport) if item.type is int and item.name != "tp"]
+_GROUP_COUNTS = [item.name for item in fields(GroupReport) if item.type is int]

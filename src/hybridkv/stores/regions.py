@@ -64,7 +64,10 @@ class Pieces:
         start = 0
         for view in self.views:
             stop = start + len(view)
-            _copy(target[start:stop], view)
+            if stop - start < RELEASE_BYTES:
+                target[start:stop] = view
+            else:
+                _copy_without_gil(target[start:stop], view)
             start = stop
 
     def scatter(self, data: bytes | bytearray | memoryview) -> None:
@@ -78,7 +81,10 @@ class Pieces:
         start = 0
         for view in self.views:
             stop = start + len(view)
-            _copy(view, source[start:stop])
+            if stop - start < RELEASE_BYTES:
+                view[:] = source[start:stop]
+            else:
+                _copy_without_gil(view, source[start:stop])
             start = stop
 
     def _check_size(self, num_bytes: int) -> None:
@@ -88,12 +94,8 @@ class Pieces:
             )
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy between views of one length and format B."""
-    if len(target) < RELEASE_BYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+def _copy_without_gil(target: memoryview, source: memoryview) -> None:
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 class _Registered(NamedTuple):
@@ -191,12 +193,16 @@ def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def _pieces(registered: _Registered, segments: Segments) -> Pieces:
     starts, stops, regions = registered
     views = []
+    region_start = region_stop = 0
+    region = memoryview(b"")
     for address, num_bytes in as_segments(segments):
-        at = bisect_right(starts, address) - 1
-        if at < 0 or address + num_bytes > stops[at]:
-            raise StoreError(
-                f"segment of {num_bytes} bytes at {address:#x} does not lie inside one registered region"
-            )
-        offset = address - starts[at]
-        views.append(regions[at][offset : offset + num_bytes])
+        if not region_start <= address <= region_stop - num_bytes:  # mostly it is the same region again
+            at = bisect_right(starts, address) - 1
+            if at < 0 or address + num_bytes > stops[at]:
+                raise StoreError(
+                    f"segment of {num_bytes} bytes at {address:#x} does not lie inside one registered region"
+                )
+            region_start, region_stop, region = starts[at], stops[at], regions[at]
+        offset = address - region_start
+        views.append(region[offset : offset + num_bytes])
     return Pieces(views)
