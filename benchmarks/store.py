@@ -43,8 +43,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Memory:
-    """A batch of objects in user memory; segment j of all objects lies together, as layers do in an
-    engine."""
+    """A batch of objects; segment j of all objects lies together, as an engine's layers do."""
 
     def __init__(self, num_bytes: int, num_segments: int) -> None:
         self.num_bytes = num_bytes

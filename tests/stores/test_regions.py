@@ -1,9 +1,12 @@
 import gc
 import mmap
+import random
 import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridkv.errors import StoreError
 from hybridkv.stores.regions import RegionTable
@@ -180,3 +183,50 @@ def test_a_cleared_table_has_no_regions():
     with pytest.raises(StoreError, match="does not lie inside"):
         read(table, [(region.address, 1)])
     table.register(buffer)
+
+
+SIZES = st.sampled_from([4, 8, 12])
+
+
+@given(
+    size=SIZES,
+    count=st.sampled_from([1, 5, 23, 24, 40]),
+    shift=st.sampled_from([0, 0, 0, 3]),
+    odd=st.sampled_from([0, 0, 0, 1]),
+    data=st.data(),
+)
+def test_many_equal_segments_on_a_grid_are_copied_like_any_others(size, count, shift, odd, data):
+    table, buffer = RegionTable(), bytearray(40 * 12 + 32)
+    address = table.register(buffer).address
+    rows = data.draw(st.permutations(range(40)))[:count]
+    segments = [(address + shift + row * size, size) for row in rows]
+    segments[-1] = (segments[-1][0], size + odd)
+    payload = random.Random(0).randbytes(size * count + odd)
+    if odd and count > 1:  # the longer one would overlap its neighbour
+        segments[-1] = (address + 40 * 12 + 8, size + odd)
+    write(table, segments, payload)
+    expected = bytearray(len(buffer))
+    start = 0
+    for place, num_bytes in segments:
+        expected[place - address : place - address + num_bytes] = payload[start : start + num_bytes]
+        start += num_bytes
+    assert buffer == expected
+    (pieces,) = table.resolve([segments])
+    target = bytearray(len(payload))
+    pieces.gather_into(memoryview(target))
+    assert bytes(target) == pieces.gather() == b"".join(pieces.views) == payload
+    with pytest.raises(StoreError, match="bytes cannot be copied"):
+        pieces.gather_into(memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize("count", [7, 24])
+@pytest.mark.parametrize("wrong", [(-8, 8), (64 * 8, 8), (0, 0), (1.5, 8), (2**63, 8), (0,)])
+def test_one_wrong_segment_among_many_is_refused(count, wrong):
+    table = RegionTable()
+    address = table.register(bytearray(64 * 8)).address
+    segments = [(address + 8 * idx, 8) for idx in range(count)]
+    bad = (address + wrong[0], wrong[1]) if len(wrong) == 2 else wrong
+    with pytest.raises(StoreError):
+        table.resolve([[*segments, bad]])
+    with pytest.raises(StoreError):
+        table.resolve([[bad] * (count + 1)])

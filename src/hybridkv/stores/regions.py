@@ -1,13 +1,16 @@
 """Memory that a store may touch: registered regions, and copies that never leave them."""
 
 import threading
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.errors import StoreError
 from hybridkv.stores.base import Segments
@@ -16,6 +19,8 @@ from hybridkv.stores.batch import as_segments, once_per_run
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+MIN_GRID_SEGMENTS = 24
+"""Fewer segments cost less one by one than the calls that find out whether they lie on a grid."""
 RELEASE_BYTES = 512 * 1024
 """Pieces of this size and more are copied without the GIL. For smaller ones, with one more busy thread in the
 process, getting it back would cost far more than the copy."""
@@ -96,6 +101,43 @@ class Pieces:
 
 def _copy_without_gil(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+class GridPieces(Pieces):
+    """One object's equal segments on a grid of their size in one region, as paged block memory has them.
+
+    One call into C copies them all, where ``Pieces`` needs several for each.
+
+    Args:
+        grid: the region's bytes, (rows, bytes of a segment).
+        rows: (n,), the segments in the object's order.
+    """
+
+    __slots__ = ("_grid", "_rows")
+
+    def __init__(self, grid: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
+        self._grid, self._rows = grid, rows
+        self.num_bytes = len(rows) * grid.shape[1]
+
+    @property
+    def views(self) -> list[memoryview]:  # type: ignore[override]
+        """Writable, one for each segment, in the object's order."""
+        return [self._grid[row].data for row in self._rows.tolist()]
+
+    def gather(self) -> bytes:
+        """Return a copy of the object's bytes."""
+        return self._grid[self._rows].tobytes()
+
+    def gather_into(self, target: memoryview) -> None:
+        """Copy the object's bytes over ``target``; see ``Pieces``."""
+        self._check_size(len(target))
+        out = np.frombuffer(target, dtype=np.uint8).reshape(len(self._rows), -1)
+        np.take(self._grid, self._rows, axis=0, out=out, mode="clip")  # clip: without a buffer between
+
+    def scatter(self, data: bytes | bytearray | memoryview) -> None:
+        """Copy ``data`` over the segments; see ``Pieces``."""
+        self._check_size(len(data))
+        self._grid[self._rows] = np.frombuffer(data, dtype=np.uint8).reshape(len(self._rows), -1)
 
 
 class _Registered(NamedTuple):
@@ -191,6 +233,30 @@ def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _pieces(registered: _Registered, segments: Segments) -> Pieces:
+    return _grid_pieces(registered, segments) or _single_pieces(registered, segments)
+
+
+def _grid_pieces(registered: _Registered, segments: Segments) -> GridPieces | None:
+    """Return many equal segments on one grid, or ``None`` where they are not that, or wrong."""
+    try:
+        if len(segments) < MIN_GRID_SEGMENTS or set(map(len, segments)) != {2}:
+            return None
+        numbers = np.frombuffer(array("q", list(chain.from_iterable(segments))), dtype=np.int64)
+    except (TypeError, OverflowError):
+        return None
+    addresses, sizes = numbers[::2], numbers[1::2]
+    size, lowest = int(sizes[0]), int(addresses.min())
+    at = bisect_right(registered.starts, lowest) - 1
+    if at < 0 or size < 1 or int(addresses.max()) + size > registered.stops[at] or (sizes != size).any():
+        return None
+    rows, rest = np.divmod(addresses - registered.starts[at], size)
+    if rest.any():
+        return None
+    region = np.frombuffer(registered.views[at], dtype=np.uint8)
+    return GridPieces(region[: len(region) // size * size].reshape(-1, size), rows)
+
+
+def _single_pieces(registered: _Registered, segments: Segments) -> Pieces:
     starts, stops, regions = registered
     views = []
     region_start = region_stop = 0
