@@ -2,6 +2,7 @@
 
 local_worker.py DIR scenario KILL_AT          kill itself at the n-th step of its protocols (-1: never)
 local_worker.py DIR stress SEED SECONDS       puts, gets and discards; verifies all it gets
+local_worker.py DIR visit                     uses every store in DIR over and over, changes nothing
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hybridkv.errors import ConfigError
 from hybridkv.stores.base import GetResult, PutResult
 from hybridkv.stores.local.store import LocalStore
 
@@ -124,10 +126,24 @@ def stress(path: Path, seed: int, seconds: float) -> None:
         sys.stdout.flush()
 
 
+def visit(parent: Path) -> None:
+    """Open, ask, check and close every store in a directory, until killed."""
+    while True:
+        for path in parent.iterdir():
+            with contextlib.suppress(ConfigError), contextlib.closing(LocalStore(path)) as store:
+                client = Client(store, 1 << 16)
+                for _ in range(5):
+                    assert client.get(["nothing/4096"]) == [GetResult.ABSENT]
+                    store.discard(["nothing/4096"])
+                    assert store.check().num_errors == 0
+
+
 def main() -> None:
     path, mode, *arguments = Path(sys.argv[1]), *sys.argv[2:]
     if mode == "scenario":
         scenario(path, kill_at(int(arguments[0])))
+    elif mode == "visit":
+        visit(path)
     else:
         with contextlib.suppress(BrokenPipeError):
             stress(path, int(arguments[0]), float(arguments[1]))

@@ -1,5 +1,6 @@
-"""Processes are killed at every step of every protocol; the store they leave is whole."""
+"""Many processes on one directory, some of them killed at a step of a protocol."""
 
+import itertools
 import shutil
 import signal
 import subprocess
@@ -14,8 +15,35 @@ import local_worker as worker
 
 from hybridkv.stores.base import GetResult, PutResult
 from hybridkv.stores.local.store import LocalStore
+from hybridkv.testing.stores import StoreTests
 
 SCRIPT = Path(worker.__file__)
+
+
+@pytest.fixture(scope="class")
+def visited(tmp_path_factory):
+    """A directory whose stores two other processes open, ask, check and close all the time."""
+    parent = tmp_path_factory.mktemp("visited")
+    command = [sys.executable, SCRIPT, parent, "visit"]
+    visitors = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
+    yield parent
+    for visitor in visitors:
+        visitor.kill()
+        error = visitor.communicate()[1]
+        assert visitor.returncode == -signal.SIGKILL, error
+
+
+class TestBesideOtherProcesses(StoreTests):
+    object_bytes = worker.SMALL
+    names = itertools.count()
+
+    @pytest.fixture(autouse=True)
+    def _parent(self, visited):
+        self.parent = visited
+
+    def make_store(self, capacity_bytes):
+        capacity_bytes = 1000 * worker.SMALL if capacity_bytes is None else capacity_bytes
+        return LocalStore(self.parent / str(next(self.names)), capacity_bytes)
 
 
 def run(path, *arguments):
