@@ -61,7 +61,7 @@ class Found:
 class SlotTable:
     """The records, stamps and size classes in the meta file.
 
-    ``find``, ``served`` and ``num_bytes_of`` need no lock; the caller of everything else holds the
+    What stands under "without the lock" needs none; the caller of everything else holds the
     directory's.
 
     Args:
