@@ -27,11 +27,11 @@ def blob(tokens, length=None):
 class Engine:
     """Scheduler side, one worker side a rank, and as much of an engine as they need."""
 
-    def __init__(self, store, *, tp=1, k=1, **settings):
+    def __init__(self, store, *, tp=1, k=1, clock=None, **settings):
         self.layout = small_layout(k=k, tp=tp)
         scheme = KeyScheme(Namespace(model_version="m"), self.layout, digest_bytes=32)
         self.driver = LookupDriver(store, scheme)
-        self.side = SchedulerSide(self.driver, scheme, SchedulerSettings(**settings))
+        self.side = SchedulerSide(self.driver, scheme, SchedulerSettings(**settings), clock=clock)
         self.devices = [Device(self.layout, seed=rank) for rank in range(tp)]
         self.workers = [
             WorkerSide(
@@ -343,7 +343,7 @@ def test_the_pin_budget_counts_only_what_is_saved_now(make):
         engine.side.advanced("a", stop, tables)
         engine.run()
     assert engine.side.watermark("a") == (12, 12)
-    assert engine.side.counters.saves_dropped == 0
+    assert engine.side.counters.objects_postponed == 0
 
 
 def test_what_was_loaded_counts_as_stored(make):
@@ -394,13 +394,137 @@ def test_settings_decide_what_is_worth_it(make):
     assert engine.side.advanced("f", 200, tables) == frozenset()
 
 
-def test_saves_beyond_the_pin_budget_are_dropped_and_counted(make):
+def test_what_does_not_fit_the_pin_budget_is_saved_with_later_steps(make):
     engine = make(pinned_blocks=7)
     tables = [list(range(1, 30)), list(range(1, 30))]
-    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
-    assert engine.side.advanced("a", 64, tables) == frozenset()
-    assert engine.side.counters.saves_dropped == 1
+    engine.side.find_hit("a", 128, blob(PROMPT, 128), may_load=False)
+    # The leading tokens go first: three objects of each group and one more.
+    assert len(engine.side.advanced("a", 128, tables)) == 7
+    assert engine.side.counters.objects_postponed == 9
+    assert engine.side.advanced("a", 129, tables) == frozenset(), "nothing fits while the first save runs"
+    engine.run()
+    assert engine.side.watermark("a") == (4, 3)
+    while engine.side.wants_save("a"):
+        assert engine.side.num_pinned <= 7
+        engine.side.advanced("a", 130, tables)
+        engine.run()
+    assert engine.side.watermark("a") == (8, 8)
     assert engine.side.take_step() == StepPlan()
+
+
+def test_an_incomplete_save_is_tried_again_a_few_times_while_its_blocks_live(make):
+    store = FirstOnly()
+    engine = make(store, save_tries=2)
+    tables = [list(range(1, 30)), list(range(1, 30))]
+    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
+    num_saves = 0
+    while engine.side.wants_save("a"):
+        num_saves += bool(engine.side.advanced("a", 64 + num_saves, tables))
+        engine.run()
+    assert num_saves == 2
+    assert engine.side.watermark("a") == (1, 0)
+    store.is_full = False
+    engine.side.find_hit("b", 64, blob(PROMPT[::-1], 64), may_load=False)
+    store.is_full = True
+    engine.side.advanced("b", 64, tables)
+    engine.run()
+    store.is_full = False
+    assert engine.side.wants_save("b")
+    engine.side.advanced("b", 65, tables)
+    engine.run()
+    assert engine.side.watermark("b") == (4, 4)
+    assert not engine.side.wants_save("b")
+    assert not engine.side.wants_save("nobody")
+
+
+class Asked(MemoryStore):
+    """Notes the keys of each question and of each put."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.put_keys = [], []
+
+    def contains(self, keys):
+        self.asked.append(list(keys))
+        return super().contains(keys)
+
+    def put(self, keys, sources, hints=None):
+        self.put_keys += keys
+        return super().put(keys, sources, hints)
+
+
+def below_the_device_prefix(engine, request_id, num_computed=205):
+    """Start a request whose first 160 tokens are on the device: their windows' tail, and all else."""
+    window = [0] * 13
+    window[8:] = [9, 10, 11, 12, 13]
+    assert engine.side.find_hit(request_id, 205, blob(PROMPT, 205), device_prefix=160, may_load=False) == 160
+    engine.side.advanced(request_id, num_computed, [list(range(1, 14)), window])
+    return engine.run()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_the_store_lost_below_the_devices_prefix_is_put_back(make, tp):
+    store = Asked()
+    engine = make(store, tp=tp, known_s=0.0)
+    engine.save("a", PROMPT[:205])
+    keys = [*engine.side._scheme.keys(0, 0, range(12), blob(PROMPT, 205))]
+    before = sorted(info.key for info in store.list())
+    store.discard([keys[1], keys[7]])
+    store.asked.clear()
+    store.put_keys.clear()
+    below_the_device_prefix(engine, "b")
+    # Ten objects of full attention below token 160, and two of the window's that the device still holds.
+    assert sum(map(len, store.asked)) == 12 * tp
+    assert {key for key in store.put_keys if key in keys[:10]} == {keys[1], keys[7]}
+    assert sorted(info.key for info in store.list()) == before
+    assert engine.side.watermark("b")[0] == 12
+    for device in engine.devices:
+        device.fill(seed=99)
+    assert engine.side.find_hit("c", 205, blob(PROMPT, 205)) == 192
+
+
+def test_the_store_is_asked_once_about_what_this_process_does_not_know(make):
+    store = Asked()
+    engine = make(store)
+    engine.save("a", PROMPT[:205])
+    store.asked.clear()
+    below_the_device_prefix(engine, "b")
+    assert store.asked == [], "its own saves are known"
+    engine.side.reset()
+    below_the_device_prefix(engine, "c")
+    assert sum(map(len, store.asked)) == 12
+    below_the_device_prefix(engine, "d")
+    assert sum(map(len, store.asked)) == 12, "and so is what it has asked"
+
+
+def test_known_objects_are_trusted_for_a_while_and_a_failed_load_ends_it(make):
+    store, clock = Asked(), ManualClock()
+    engine = make(store, known_s=60.0, clock=clock)
+    engine.save("a", PROMPT[:205])
+    store.asked.clear()
+    store.discard(engine.side._scheme.keys(0, 0, range(3, 4), blob(PROMPT, 205)))
+    store.contains = lambda keys: [True] * len(keys)
+    load_again(engine, "b")
+    engine.run()
+    del store.contains
+    below_the_device_prefix(engine, "c")
+    assert list(map(len, store.asked)) == [1], "only what the load has missed"
+    store.asked.clear()
+    clock.sleep(61)
+    below_the_device_prefix(engine, "d")
+    assert sum(map(len, store.asked)) >= 10
+
+
+def test_a_repair_that_cannot_ask_stores_nothing_and_is_tried_with_the_next_request(make):
+    store = Asked()
+    engine = make(store)
+    failing, store.contains = store.contains, None  # calling it raises
+    below_the_device_prefix(engine, "a")
+    assert engine.side.watermark("a")[0] == 0
+    assert engine.side.num_pinned == 0
+    store.contains = failing
+    below_the_device_prefix(engine, "b")
+    assert engine.side.watermark("b")[0] == 12
 
 
 def test_the_full_attention_run_beyond_the_hit_is_the_junction(make):

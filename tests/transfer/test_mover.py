@@ -306,6 +306,77 @@ def test_a_bug_in_a_store_fails_the_job_and_frees_the_slot():
         assert mover.metrics().slots_held == 0
 
 
+@pytest.mark.parametrize("where", ["store", "blocks"])
+def test_what_would_end_a_thread_fails_the_job_and_the_thread_lives_on(where, caplog):
+    def end_the_thread(*_):
+        raise SystemExit(3)
+
+    store = MemoryStore()
+    with moving(store) as (mover, device):
+        broken, names = (store, ("put", "get")) if where == "store" else (device.io, ("gather", "scatter"))
+        mover.save(1, (move(LAYOUT, 0, ["a"], [3]),))
+        ends(mover)
+        for name in names:
+            setattr(broken, name, end_the_thread)
+        mover.save(2, (move(LAYOUT, 0, ["b"], [3]),))
+        mover.load(3, (move(LAYOUT, 0, ["a"], [4]),))
+        found, staged = ends(mover, 2)
+        assert {one.outcome for one in found.values()} == {Outcome.FAILED}
+        assert staged == [2]
+        assert "SystemExit" in caplog.text
+        for name in names:
+            delattr(broken, name)
+        mover.save(4, (move(LAYOUT, 0, ["b"], [3]),))
+        assert ends(mover)[0][4].outcome is Outcome.DONE
+        mover.load(5, (move(LAYOUT, 0, ["a"], [4]),))
+        assert ends(mover)[0][5].outcome is Outcome.DONE
+        assert mover.metrics().slots_held == 0
+
+
+def test_no_store_call_moves_more_slices_than_allowed():
+    sizes = []
+
+    class Counting(MemoryStore):
+        def put(self, keys, sources, hints=None):
+            sizes.append(sum(map(len, sources)))
+            return super().put(keys, sources, hints)
+
+        def get(self, keys, targets):
+            sizes.append(sum(map(len, targets)))
+            return super().get(keys, targets)
+
+    settings = MoverSettings(slot_bytes=1 << 16, num_slots=2, batch_slices=4)
+    with moving(Counting(), settings=settings) as (mover, _):
+        keys = [f"k{i}" for i in range(10)]
+        mover.save(1, (move(LAYOUT, 0, keys, range(5, 15)),))
+        assert ends(mover)[0][1].outcome is Outcome.DONE
+        mover.load(2, (move(LAYOUT, 0, keys, range(15, 25)),))
+        assert ends(mover)[0][2].outcome is Outcome.DONE
+    assert sizes == [4, 4, 2] * 2
+
+
+def test_a_save_that_asks_first_reads_only_the_blocks_of_absent_objects():
+    store = MemoryStore()
+    with moving(store) as (mover, device):
+        mover.save(1, (move(LAYOUT, 0, ["b", "d"], [4, 6]),))
+        ends(mover)
+        read, gather = [], device.io.gather
+
+        def noting(spec_group, blocks, memory):
+            read.extend(blocks.ravel().tolist())
+            gather(spec_group, blocks, memory)
+
+        device.io.gather = noting
+        before = device.copy()
+        mover.save(2, (move(LAYOUT, 0, ["a", "b", "c", "d"], [3, 4, 5, 6]),), ask_first=True)
+        found, staged = ends(mover)
+        assert (found[2].outcome, found[2].marks, staged) == (Outcome.DONE, (b"\1\1\1\1",), [2])
+        assert read == [3, 5]
+        mover.load(3, (move(LAYOUT, 0, ["a", "c"], [10, 11]),))
+        ends(mover)
+        assert (device.arrays[0][0][[10, 11]] == before[0][[3, 5]]).all()
+
+
 class Short(MemoryStore):
     """Answers too few keys."""
 

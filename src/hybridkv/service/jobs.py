@@ -27,7 +27,23 @@ class Misses:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One life of a request: from a lookup to its end or its next lookup; others may bear the same id."""
+    """One life of a request: from a lookup to its end or its next lookup; others may bear the same id.
+
+    Attributes:
+        request_id: names the request.
+        num_tokens: N.
+        blob: the prompt's block hashes.
+        ledger: what is stored of it.
+        may_save: whether it is saved at all.
+        misses: what its loads have failed of.
+        device_prefix: p0.
+        hit: the resumed prefix, >= p0.
+        junction: leading tokens known to be shared with other prompts; 0 = none.
+        advanced: tokens up to which saves were planned.
+        is_repaired: whether what may be lost below p0 was taken care of.
+        has_unsaved: whether something up to ``advanced`` is worth another save.
+        failed_saves: jobs that did not store all they were to.
+    """
 
     request_id: str
     num_tokens: int
@@ -39,6 +55,9 @@ class Life:
     hit: int = 0
     junction: int = 0
     advanced: int = 0
+    is_repaired: bool = False
+    has_unsaved: bool = False
+    failed_saves: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -115,9 +134,17 @@ class JobBook:
         objects: list[NDArray[np.int64]],
         transfers: Iterable[GroupTransfer],
         blocks: Blocks,
+        *,
+        ask_first: bool = False,
     ) -> Blocks:
         """Enter a job; return the blocks that it holds and no other job held before."""
-        job = Job(job_id=self._next_job_id, kind=kind, request_id=life.request_id, groups=tuple(transfers))
+        job = Job(
+            job_id=self._next_job_id,
+            kind=kind,
+            request_id=life.request_id,
+            groups=tuple(transfers),
+            ask_first=ask_first,
+        )
         self._next_job_id += 1
         running = Running(
             job=job,

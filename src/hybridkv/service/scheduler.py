@@ -18,19 +18,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.clock import Clock, MonotonicClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.boundaries import Retention, check_retention
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.save import plan_save
 from hybridkv.service.jobs import JobBook, Life, Misses, Running
+from hybridkv.service.known import KnownObjects
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, GroupTransfer, JobKind, StepPlan, WorkerReport
+from hybridkv.service.progress import Counters, Progress, StoredEvent
 from hybridkv.service.tables import (
     Blocks,
     Tables,
     block_ids,
     ids_to_load,
+    leading,
     named,
     num_unfilled,
     saveable,
@@ -48,7 +52,11 @@ class SchedulerSettings:
         least_load_tokens: a hit that adds fewer tokens to the device's prefix is not worth loading.
         least_save_tokens: shorter prompts are not saved.
         load_tries: failed loads of a request after which it computes instead, >= 1.
-        pinned_blocks: blocks that jobs may hold at most; further saves are dropped and counted.
+        save_tries: incomplete saves of a request after which what they left is not tried again, >= 1.
+        pinned_blocks: blocks that saves may hold at most; what does not fit is left to a later step.
+        known_objects: objects whose being stored is remembered at most.
+        known_s: how long a save or load that showed objects to be stored is trusted, seconds; then a
+            request that holds them on the device asks the store again, to repair what it has lost.
     """
 
     retention: Retention = "all"
@@ -56,53 +64,10 @@ class SchedulerSettings:
     least_load_tokens: int = 1
     least_save_tokens: int = 1
     load_tries: int = 3
+    save_tries: int = 3
     pinned_blocks: int = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEvent:
-    """Tells routers of consecutive objects that every rank has stored.
-
-    Attributes:
-        spec_group: index of the spec group.
-        block_hashes: name the objects, in order, laid end to end: each is the parent of the next.
-        parent_hash: names the object before the first one in its prefix chain, stored now or not; empty
-            where there is none.
-        object_size: tokens of each object.
-    """
-
-    spec_group: int
-    block_hashes: bytes
-    parent_hash: bytes
-    object_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What a report changed for the engine.
-
-    Attributes:
-        loaded: requests whose load is complete.
-        load_failed: requests whose load failed; their blocks hold nothing of use, look them up again.
-        released: blocks that jobs held and hold no more.
-        stored: what saves have stored, once on all ranks.
-    """
-
-    loaded: tuple[str, ...] = ()
-    load_failed: tuple[str, ...] = ()
-    released: Blocks = frozenset()
-    stored: tuple[StoredEvent, ...] = ()
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened so far."""
-
-    hit_tokens: int = 0
-    loads_failed: int = 0
-    saves_dropped: int = 0
-    unfilled_blocks: int = 0
-    objects_stored: int = 0
+    known_objects: int = 1 << 18
+    known_s: float = 300.0
 
 
 class SchedulerSide:
@@ -114,14 +79,23 @@ class SchedulerSide:
         driver: looks prompts up.
         scheme: names objects; the driver's.
         settings: how to decide.
+        clock: for what is known to be stored.
     """
 
-    def __init__(self, driver: LookupDriver, scheme: KeyScheme, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        driver: LookupDriver,
+        scheme: KeyScheme,
+        settings: SchedulerSettings,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
         check_retention(settings.retention, scheme.layout)
         self._driver, self._scheme, self._settings = driver, scheme, settings
         self._layout = scheme.layout
         self._lives: dict[str, Life] = {}
         self._jobs = JobBook(self._layout.tp)
+        self._known = KnownObjects(settings.known_objects, settings.known_s, clock or MonotonicClock())
         self.counters = Counters()
 
     # ---- requests
@@ -213,6 +187,10 @@ class SchedulerSide:
     ) -> Blocks:
         """Plan the save of what the coming step completes; return the blocks to hold for it.
 
+        With a life's first step go objects below the device's prefix that the store may have lost: the
+        workers ask for them and save those that are absent. What did not fit the pin budget or was not
+        stored is planned again with later steps, while ``wants_save``.
+
         A block that another job holds already is not returned again; ``report`` releases it once, when no
         job holds it any more.
 
@@ -225,33 +203,28 @@ class SchedulerSide:
         """
         life = self._lives[request_id]
         stop = min(num_computed, life.num_tokens)
-        if not life.may_save or stop <= life.advanced:
+        is_again = stop <= life.advanced
+        is_due = life.has_unsaved and self.num_pinned < self._settings.pinned_blocks if is_again else True
+        if not life.may_save or not is_due:
             return frozenset()
-        plans = plan_save(
-            self._layout,
-            retention=self._settings.retention,
-            start=life.hit,
-            stop=stop,
-            num_tokens=life.num_tokens,
-            junction=life.junction,
-        )
         computed_states = [num_computed] if states is None else states
-        claimed = [
-            life.ledger.claim(group.index, saveable(group, plan.indices(), tables, computed_states))
-            for group, plan in zip(self._layout.spec_groups, plans, strict=True)
+        saved = self._objects_to_save(life, life.hit, stop, tables, computed_states)
+        life.advanced, life.has_unsaved = max(stop, life.advanced), False
+        held = self._save(life, saved, tables)
+        if life.is_repaired or not life.device_prefix:
+            return held
+        life.is_repaired = True
+        lost = self._objects_to_save(life, 0, life.device_prefix, tables, ())
+        lost = [
+            objects[self._known.unknown(idx, self._scheme.digests(idx, objects, life.blob), len(objects))]
+            for idx, objects in enumerate(lost)
         ]
-        ids = [
-            block_ids(group, chosen, tables)
-            for group, chosen in zip(self._layout.spec_groups, claimed, strict=True)
-        ]
-        num_blocks = sum(of_group.size for of_group in ids)
-        if num_blocks + self.num_pinned > self._settings.pinned_blocks:
-            self.counters.saves_dropped += 1
-            for idx, objects in enumerate(claimed):
-                life.ledger.settle(idx, objects, np.zeros(len(objects), np.bool_))
-            return frozenset()
-        life.advanced = stop
-        return self._start(JobKind.SAVE, life, claimed, ids) if num_blocks else frozenset()
+        return held | self._save(life, lost, tables, ask_first=True)
+
+    def wants_save(self, request_id: str) -> bool:
+        """Return whether ``advanced`` may still plan something for a request."""
+        life = self._lives.get(request_id)
+        return life is not None and life.may_save and (life.advanced < life.num_tokens or life.has_unsaved)
 
     def forget(self, request_id: str) -> Blocks:
         """End a request's life: finished, aborted or preempted; return the blocks that jobs still hold.
@@ -270,6 +243,7 @@ class SchedulerSide:
         """
         for life in self._lives.values():
             life.may_save = False
+        self._known.clear()
         self._jobs.cancel_all()
 
     # ---- steps
@@ -321,30 +295,80 @@ class SchedulerSide:
 
     # ---- inside
 
+    def _objects_to_save(
+        self, life: Life, start: int, stop: int, tables: Tables, states: Sequence[int]
+    ) -> list[NDArray[np.int64]]:
+        """Return per spec group what is wanted of a run of tokens and lies in the engine's blocks."""
+        plans = plan_save(
+            self._layout,
+            retention=self._settings.retention,
+            start=start,
+            stop=stop,
+            num_tokens=life.num_tokens,
+            junction=life.junction,
+        )
+        return [
+            saveable(group, plan.indices(), tables, states)
+            for group, plan in zip(self._layout.spec_groups, plans, strict=True)
+        ]
+
+    def _save(
+        self, life: Life, wanted: list[NDArray[np.int64]], tables: Tables, *, ask_first: bool = False
+    ) -> Blocks:
+        """Start a save of what is neither stored nor on its way and fits the pin budget."""
+        unsaved = [life.ledger.unsaved(idx, objects) for idx, objects in enumerate(wanted)]
+        chosen = leading(self._layout, unsaved, self._settings.pinned_blocks - self.num_pinned)
+        num_left = sum(map(len, unsaved)) - sum(map(len, chosen))
+        self.counters.objects_postponed += num_left
+        life.has_unsaved |= num_left > 0
+        if not any(map(len, chosen)):
+            return frozenset()
+        for idx, objects in enumerate(chosen):
+            life.ledger.claim(idx, objects)
+        ids = [
+            block_ids(group, objects, tables)
+            for group, objects in zip(self._layout.spec_groups, chosen, strict=True)
+        ]
+        return self._start(JobKind.SAVE, life, chosen, ids, ask_first=ask_first)
+
     def _start(
-        self, kind: JobKind, life: Life, objects: list[NDArray[np.int64]], ids: list[NDArray[np.int64]]
+        self,
+        kind: JobKind,
+        life: Life,
+        objects: list[NDArray[np.int64]],
+        ids: list[NDArray[np.int64]],
+        *,
+        ask_first: bool = False,
     ) -> Blocks:
         transfers, blocks = [], set[tuple[int, int]]()
         for group, chosen, of_group in zip(self._layout.spec_groups, objects, ids, strict=True):
             digests = self._scheme.digests(group.index, chosen, life.blob)
             transfers.append(GroupTransfer.of(group.index, digests, of_group))
             blocks |= named(group, of_group)
-        return self._jobs.start(kind, life, objects, transfers, frozenset(blocks))
+        return self._jobs.start(kind, life, objects, transfers, frozenset(blocks), ask_first=ask_first)
 
     def _note_failed_load(self, life: Life, objects: Sequence[NDArray[np.int64]]) -> None:
         """Have the request's next lookup take objects for absent, so that no failed load repeats for ever."""
         life.misses.num_loads += 1
         for idx, chosen in enumerate(objects):
             life.misses.keys.update(self._scheme.keys(idx, 0, chosen, life.blob))
+            self._known.forget(idx, self._scheme.digests(idx, chosen, life.blob), len(chosen))
+
+    def _note_stored(self, life: Life, spec_group: int, objects: NDArray[np.int64]) -> None:
+        self._known.note(spec_group, self._scheme.digests(spec_group, objects, life.blob), len(objects))
 
     def _settle_save(self, running: Running) -> Iterator[StoredEvent]:
         """Take a save's end on all ranks into the ledger of its life; yield what was stored."""
         life = running.life
+        if not all(marks.all() for marks in running.marks):
+            life.failed_saves += 1
+            life.has_unsaved |= life.failed_saves < self._settings.save_tries
         for group, objects, marks in zip(
             self._layout.spec_groups, running.objects, running.marks, strict=True
         ):
             life.ledger.settle(group.index, objects, marks)
             stored = objects[marks]
+            self._note_stored(life, group.index, stored)
             self.counters.objects_stored += len(stored)
             for run in np.split(stored, np.flatnonzero(np.diff(stored) != 1) + 1) if len(stored) else ():
                 parent = run[:1][run[:1] > 0] - 1
@@ -365,6 +389,7 @@ class SchedulerSide:
             loaded.append(life.request_id)
             for idx, objects in enumerate(running.objects):
                 life.ledger.settle(idx, objects, np.ones(len(objects), np.bool_))
+                self._note_stored(life, idx, objects)
             return
         failed.append(life.request_id)
         missed = [objects[marks] for objects, marks in zip(running.objects, running.marks, strict=True)]

@@ -81,7 +81,8 @@ class ServiceConnector(Connector):
     def end_step(self, steps: Sequence[RequestStep]) -> None:
         """Save what the step completed, holding its blocks until they are staged."""
         for step in steps:
-            self._hold(self.side.advanced(step.request_id, step.after, step.tables))
+            if self.side.wants_save(step.request_id):
+                self._hold(self.side.advanced(step.request_id, step.after, step.tables))
         self._send()
 
     def preempted(self, request_id: str) -> None:

@@ -18,12 +18,14 @@ class Ledger:
     def __init__(self, num_objects: Sequence[int]) -> None:
         self._states = [np.zeros(count, dtype=np.uint8) for count in num_objects]
 
-    def claim(self, spec_group: int, objects: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of the objects that are neither stored nor on their way, now on their way."""
-        states = self._states[spec_group]
-        free: NDArray[np.int64] = objects[states[objects] == _NOT_STORED]
-        states[free] = _ON_ITS_WAY
+    def unsaved(self, spec_group: int, objects: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of the objects that are neither stored nor on their way."""
+        free: NDArray[np.int64] = objects[self._states[spec_group][objects] == _NOT_STORED]
         return free
+
+    def claim(self, spec_group: int, objects: NDArray[np.int64]) -> None:
+        """Take unsaved objects to be on their way."""
+        self._states[spec_group][objects] = _ON_ITS_WAY
 
     def settle(self, spec_group: int, objects: NDArray[np.int64], stored: NDArray[np.bool_]) -> None:
         """Note which objects are stored on every rank; the others are free to be claimed again."""

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 class _Job:
     """A job on its way."""
 
-    def __init__(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
-        self.job_id, self.parts = job_id, parts
+    def __init__(self, job_id: int, parts: tuple[GroupMove, ...], *, ask_first: bool = False) -> None:
+        self.job_id, self.parts, self.ask_first = job_id, parts, ask_first
         self.marks = [bytearray(len(part.keys)) for part in parts]
         self.touching = threading.Lock()
         self.cancelled = False
@@ -45,8 +45,7 @@ class _Staged:
 
     job: _Job
     part: int
-    start: int
-    stop: int
+    objects: list[int]
     slot: Slot
 
 
@@ -92,9 +91,15 @@ class Mover:
 
     # ---- called by the worker side
 
-    def save(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
-        """Start a save; its blocks stay as they are until it is staged, ended or cancelled."""
-        self._start(_Job(job_id, parts), self._saves)
+    def save(self, job_id: int, parts: tuple[GroupMove, ...], *, ask_first: bool = False) -> None:
+        """Start a save; its blocks stay as they are until it is staged, ended or cancelled.
+
+        Args:
+            job_id: never repeats.
+            parts: what to save.
+            ask_first: ask the store, and read only the blocks of what it does not hold.
+        """
+        self._start(_Job(job_id, parts, ask_first=ask_first), self._saves)
 
     def load(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
         """Start a load into blocks that nobody else uses until it has ended or was cancelled."""
@@ -177,7 +182,7 @@ class Mover:
         for job in _taken(self._saves):
             try:
                 self._stage(job)
-            except Exception:  # noqa: BLE001 - whatever it is, the job fails and the thread lives on
+            except BaseException:  # noqa: BLE001 - whatever it is, the job fails and the thread lives on
                 _log.exception("staging save %d failed", job.job_id)
             # Staged or not, from here on nothing of this job reads an engine block.
             self._staged.put(job.job_id)
@@ -186,12 +191,15 @@ class Mover:
     def _stage(self, job: _Job) -> None:
         for part_idx, part in enumerate(job.parts):
             for start, stop in self._batches(part):
+                objects = self._absent(job, part_idx, range(start, stop))
+                if not objects:
+                    continue
                 # While the store is spared, staging would only copy for nothing.
                 is_spared = self._guard.metrics().is_open
                 slot = None if is_spared else self._save_slots.acquire(self._settings.slot_timeout_s)
                 if slot is None:
                     return
-                gather = partial(self._io.gather, part.spec_group, part.blocks[start:stop], slot.memory)
+                gather = partial(self._io.gather, part.spec_group, part.blocks[objects], slot.memory)
                 try:
                     is_staged = _touch(job, gather)
                 except BaseException:
@@ -202,14 +210,26 @@ class Mover:
                     return
                 with self._lock:
                     job.batches_open += 1
-                self._puts.put(_Staged(job, part_idx, start, stop, slot))
+                self._puts.put(_Staged(job, part_idx, objects, slot))
+
+    def _absent(self, job: _Job, part_idx: int, objects: range) -> list[int]:
+        """Return the objects to put; those of a job that asks and finds them stored are marked so."""
+        if not job.ask_first:
+            return list(objects)
+        keys = [job.parts[part_idx].keys[idx] for idx in objects]
+        answers = self._guard.call(partial(self._store.contains, keys), lambda: None)
+        if answers is None:
+            return []
+        _check_answers(keys, answers)
+        job.marks[part_idx][objects.start : objects.stop] = bytes(map(bool, answers))
+        return [idx for idx, is_stored in zip(objects, answers, strict=True) if not is_stored]
 
     def _run_puts(self) -> None:
         for staged in _taken(self._puts):
-            self._pace((staged.stop - staged.start) * staged.job.parts[staged.part].object_bytes)
+            self._pace(len(staged.objects) * staged.job.parts[staged.part].object_bytes)
             try:
                 self._put(staged)
-            except Exception:  # noqa: BLE001 - as above
+            except BaseException:  # noqa: BLE001 - as above
                 _log.exception("putting a batch of save %d failed", staged.job.job_id)
             self._batch_done(staged.job)
 
@@ -224,14 +244,15 @@ class Mover:
     def _put(self, staged: _Staged) -> None:
         """Put a staged batch; what the store refuses for want of room is put again a few times."""
         part, marks = staged.job.parts[staged.part], staged.job.marks[staged.part]
-        left, is_held = list(range(staged.start, staged.stop)), True
+        left, is_held = staged.objects, True
+        place = {idx: position for position, idx in enumerate(staged.objects)}
         release = partial(self._save_slots.release, staged.slot)
         try:
             for attempt in range(self._settings.put_retries + 1):
                 if attempt:
                     self._clock.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
                 keys = [part.keys[idx] for idx in left]
-                sources = [_segments(staged.slot, idx - staged.start, part.object_bytes) for idx in left]
+                sources = [_segments(staged.slot, place[idx], part.object_bytes) for idx in left]
                 results = self._guard.call(partial(self._store.put, keys, sources), release)
                 if results is None:
                     is_held = False
@@ -255,7 +276,7 @@ class Mover:
                     for part_idx, part in enumerate(job.parts)
                     for start, stop in self._batches(part)
                 )
-            except Exception:  # noqa: BLE001 - as above
+            except BaseException:  # noqa: BLE001 - as above
                 _log.exception("load %d failed", job.job_id)
             self._end(job, Outcome.DONE if is_loaded else self._not_done(job))
 
@@ -288,13 +309,14 @@ class Mover:
             self._guard.call(lambda: self._store.discard(keys), lambda: None)
 
     def _batches(self, part: GroupMove) -> Iterator[tuple[int, int]]:
-        """Yield the part's objects in runs that fit a slot."""
+        """Yield the part's objects in runs that fit a slot and a store call."""
         count = self._settings.slot_bytes // part.object_bytes
         if count == 0:
             raise TransferError(
                 f"an object of spec group {part.spec_group} has {part.object_bytes} bytes, a staging slot "
                 f"only {self._settings.slot_bytes}; raise the staging budget"
             )
+        count = min(count, self._settings.batch_slices)
         for start in range(0, len(part.keys), count):
             yield start, min(start + count, len(part.keys))
 
