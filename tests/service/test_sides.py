@@ -52,7 +52,8 @@ class Engine:
         self.driver.close()
 
     def run(self, ranks=None):
-        """Send a step to the ranks, let them finish, and return what they changed."""
+        """Send a step to the ranks, let them finish, and return what they changed; keep their events."""
+        self.events = []
         plan = pickle.loads(pickle.dumps(self.side.take_step()))
         loaded, failed, released = [], [], set()
         for rank in range(len(self.workers)) if ranks is None else ranks:
@@ -62,6 +63,7 @@ class Engine:
             loaded += progress.loaded
             failed += progress.load_failed
             released |= progress.released
+            self.events += progress.stored
         return loaded, failed, released
 
     def save(self, request_id, tokens, steps=(), tables=None):
@@ -167,10 +169,71 @@ def test_what_is_not_stored_does_not_advance_the_ledger_and_is_saved_again(make)
     engine.run()
     assert engine.side.watermark("a") == (1, 0)
     assert engine.side.counters.objects_stored == 1
+    assert [(event.spec_group, event.block_hashes) for event in engine.events] == [(0, blob(PROMPT, 16))]
     store.is_full = False
     engine.side.advanced("a", 96, tables)
     engine.run()
     assert engine.side.watermark("a") == (6, 6)
+
+
+def test_an_event_tells_the_parent_of_what_was_stored_now_also_where_that_was_stored_before(make):
+    class EverySecond(MemoryStore):
+        """Refuses every second object of a first save."""
+
+        is_full = True
+
+        def put(self, keys, sources, _hints=None):
+            if len(keys) < 4:
+                return [PutResult.REFUSED] * len(keys) if self.is_full else super().put(keys, sources)
+            results = super().put(keys[::2], sources[::2])
+            return [results[idx // 2] if idx % 2 == 0 else PutResult.REFUSED for idx in range(len(keys))]
+
+    store = EverySecond()
+    engine = make(store)
+    tables = [list(range(1, 30)), [0] * 30]
+    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
+    engine.side.advanced("a", 64, tables)
+    engine.run()
+    names = [blob(PROMPT, 16 * (idx + 1))[-32:] for idx in range(4)]
+    assert [(event.parent_hash, event.block_hashes) for event in engine.events] == [
+        (b"", names[0]),
+        (names[1], names[2]),
+    ]
+    store.is_full = False
+    engine.side.advanced("a", 65, tables)
+    engine.run()
+    assert [(event.parent_hash, event.block_hashes) for event in engine.events] == [
+        (names[0], names[1]),
+        (names[2], names[3]),
+    ]
+
+
+def test_a_save_of_a_preempted_life_touches_nothing_of_the_next_one_under_the_same_id(make):
+    engine = make(tp=2)
+    tables = [list(range(1, 5)), list(range(1, 5))]
+    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
+    held = engine.side.advanced("a", 64, tables)
+    assert engine.side.forget("a") == held
+    # It comes again with another prompt, before the ranks have heard of the first save.
+    engine.side.find_hit("a", 64, blob(PROMPT[::-1], 64), may_load=False)
+    new = engine.side.advanced("a", 64, [list(range(5, 9)), list(range(5, 9))])
+    assert not new & held
+    both = engine.side.take_step()
+    old, young = (StepPlan(jobs=(job,)) for job in both.jobs)
+    engine.workers[0].start(old)
+    assert engine.workers[0].drain(30)
+    assert engine.side.report(engine.workers[0].poll()).released == frozenset()
+    assert engine.side.watermark("a") == (0, 0)
+    engine.workers[1].start(old)
+    assert engine.workers[1].drain(30)
+    assert engine.side.report(engine.workers[1].poll()).released == held
+    assert engine.side.watermark("a") == (0, 0), "what the old life stored is not the new one's"
+    for worker in engine.workers:
+        worker.start(young)
+        assert worker.drain(30)
+        released = engine.side.report(worker.poll()).released
+    assert released == new
+    assert engine.side.watermark("a") == (4, 4)
 
 
 def test_null_blocks_are_never_stored(make):

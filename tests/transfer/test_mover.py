@@ -85,11 +85,12 @@ def test_jobs_above_the_staging_budget_are_moved_in_turns():
 
 def test_an_object_above_a_slot_fails_alone(caplog):
     with moving(MemoryStore(), settings=MoverSettings(slot_bytes=128, num_slots=2)) as (mover, _):
-        mover.save(1, (move(LAYOUT, 0, ["a"], [3]),))
-        mover.save(2, (move(LAYOUT, 1, ["w"], [3]),))
-        found, _ = ends(mover, 2)
-        assert [found[i].outcome for i in (1, 2)] == [Outcome.FAILED, Outcome.DONE]
-        assert "raise the staging budget" in caplog.text
+        mover.save(1, (move(LAYOUT, 0, ["a"], [3]), move(LAYOUT, 1, ["w"], [3])))
+        found, staged = ends(mover)
+        assert (found[1].outcome, found[1].marks, staged) == (Outcome.FAILED, (b"\0", b"\1"), [1])
+        assert "group 0 has 256 bytes, a staging slot only 128; raise the staging budget" in caplog.text
+        mover.load(2, (move(LAYOUT, 0, ["a"], [3]),))
+        assert ends(mover)[0][2].outcome is Outcome.FAILED
 
 
 def test_an_absent_object_fails_the_load_and_is_told():

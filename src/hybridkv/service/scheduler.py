@@ -4,6 +4,7 @@ An engine adapter calls, in this order::
 
     find_hit      a request waits: how many tokens can be resumed from?
     allocated     its blocks exist: the load is planned
+    wants_save    whether `advanced` may plan anything; spares an adapter the tables
     advanced      a step will complete tokens: their save is planned
     take_step     what the worker sides of all ranks shall do now
     report        what a worker side tells; afterwards, which requests are loaded, which blocks are free

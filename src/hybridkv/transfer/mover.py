@@ -190,7 +190,7 @@ class Mover:
 
     def _stage(self, job: _Job) -> None:
         for part_idx, part in enumerate(job.parts):
-            for start, stop in self._batches(part):
+            for start, stop in self._batches(part) if self._fits(part) else ():
                 objects = self._absent(job, part_idx, range(start, stop))
                 if not objects:
                     continue
@@ -272,7 +272,7 @@ class Mover:
             is_loaded = False
             try:
                 is_loaded = all(
-                    self._load_batch(job, part_idx, start, stop)
+                    self._fits(part) and self._load_batch(job, part_idx, start, stop)
                     for part_idx, part in enumerate(job.parts)
                     for start, stop in self._batches(part)
                 )
@@ -308,15 +308,19 @@ class Mover:
             _log.warning("%d corrupt objects are discarded, first %s", len(keys), keys[0])
             self._guard.call(lambda: self._store.discard(keys), lambda: None)
 
+    def _fits(self, part: GroupMove) -> bool:
+        if part.object_bytes > self._settings.slot_bytes:
+            _log.error(
+                "an object of spec group %d has %d bytes, a staging slot only %d; raise the staging budget",
+                part.spec_group,
+                part.object_bytes,
+                self._settings.slot_bytes,
+            )
+        return part.object_bytes <= self._settings.slot_bytes
+
     def _batches(self, part: GroupMove) -> Iterator[tuple[int, int]]:
         """Yield the part's objects in runs that fit a slot and a store call."""
-        count = self._settings.slot_bytes // part.object_bytes
-        if count == 0:
-            raise TransferError(
-                f"an object of spec group {part.spec_group} has {part.object_bytes} bytes, a staging slot "
-                f"only {self._settings.slot_bytes}; raise the staging budget"
-            )
-        count = min(count, self._settings.batch_slices)
+        count = max(1, min(self._settings.slot_bytes // part.object_bytes, self._settings.batch_slices))
         for start in range(0, len(part.keys), count):
             yield start, min(start + count, len(part.keys))
 
