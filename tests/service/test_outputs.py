@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.clock import ManualClock
 from hybridkv.keys import spec_group_of
-from hybridkv.service.scheduler import SchedulerSettings
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.specs.chunked_local import ChunkedLocal
 from hybridkv.specs.full import MLA, Full
 from hybridkv.specs.layout import Layout

@@ -9,7 +9,8 @@ from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, StepPlan, WorkerReport
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import GetResult, PutResult
 from hybridkv.stores.memory import MemoryStore
@@ -176,20 +177,21 @@ def test_what_is_not_stored_does_not_advance_the_ledger_and_is_saved_again(make)
     assert engine.side.watermark("a") == (6, 6)
 
 
-def test_an_event_tells_the_parent_of_what_was_stored_now_also_where_that_was_stored_before(make):
-    class EverySecond(MemoryStore):
-        """Refuses every second object of a first save."""
-
-        is_full = True
+def test_an_events_parent_is_the_object_before_it_whenever_that_was_stored(make):
+    class Refusing(MemoryStore):
+        refused = ()
 
         def put(self, keys, sources, _hints=None):
-            if len(keys) < 4:
-                return [PutResult.REFUSED] * len(keys) if self.is_full else super().put(keys, sources)
-            results = super().put(keys[::2], sources[::2])
-            return [results[idx // 2] if idx % 2 == 0 else PutResult.REFUSED for idx in range(len(keys))]
+            given = [idx for idx, key in enumerate(keys) if key not in self.refused]
+            results = [PutResult.REFUSED] * len(keys)
+            stored = super().put([keys[idx] for idx in given], [sources[idx] for idx in given])
+            for idx, result in zip(given, stored, strict=True):
+                results[idx] = result
+            return results
 
-    store = EverySecond()
+    store = Refusing()
     engine = make(store)
+    store.refused = engine.side._scheme.keys(0, 0, range(4), blob(PROMPT, 64))[1::2]
     tables = [list(range(1, 30)), [0] * 30]
     engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
     engine.side.advanced("a", 64, tables)
@@ -199,7 +201,7 @@ def test_an_event_tells_the_parent_of_what_was_stored_now_also_where_that_was_st
         (b"", names[0]),
         (names[1], names[2]),
     ]
-    store.is_full = False
+    store.refused = ()
     engine.side.advanced("a", 65, tables)
     engine.run()
     assert [(event.parent_hash, event.block_hashes) for event in engine.events] == [
@@ -208,7 +210,7 @@ def test_an_event_tells_the_parent_of_what_was_stored_now_also_where_that_was_st
     ]
 
 
-def test_a_save_of_a_preempted_life_touches_nothing_of_the_next_one_under_the_same_id(make):
+def test_a_save_of_a_preempted_life_releases_its_own_blocks_only_and_leaves_the_next_ledger_alone(make):
     engine = make(tp=2)
     tables = [list(range(1, 5)), list(range(1, 5))]
     engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
@@ -228,11 +230,10 @@ def test_a_save_of_a_preempted_life_touches_nothing_of_the_next_one_under_the_sa
     assert engine.workers[1].drain(30)
     assert engine.side.report(engine.workers[1].poll()).released == held
     assert engine.side.watermark("a") == (0, 0), "what the old life stored is not the new one's"
-    for worker in engine.workers:
+    for worker, expected in zip(engine.workers, (frozenset(), new), strict=True):
         worker.start(young)
         assert worker.drain(30)
-        released = engine.side.report(worker.poll()).released
-    assert released == new
+        assert engine.side.report(worker.poll()).released == expected
     assert engine.side.watermark("a") == (4, 4)
 
 
@@ -398,7 +399,7 @@ def test_a_block_that_two_loads_hold_is_released_when_the_last_one_lets_go(make)
     assert engine.side.num_pinned == 0
 
 
-def test_the_pin_budget_counts_only_what_is_saved_now(make):
+def test_the_pin_budget_is_free_again_after_each_save(make):
     engine = make(pinned_blocks=4)
     tables = [list(range(1, 30)), list(range(1, 30))]
     engine.side.find_hit("a", 200, blob(PROMPT, 200), may_load=False)
@@ -406,7 +407,7 @@ def test_the_pin_budget_counts_only_what_is_saved_now(make):
         engine.side.advanced("a", stop, tables)
         engine.run()
     assert engine.side.watermark("a") == (12, 12)
-    assert engine.side.counters.objects_postponed == 0
+    assert engine.side.counters.saves_cut == 0
 
 
 def test_what_was_loaded_counts_as_stored(make):
@@ -455,139 +456,6 @@ def test_settings_decide_what_is_worth_it(make):
     assert not engine.side.allocated("e", tables)
     engine.side.find_hit("f", 200, blob(PROMPT[::-1], 200), may_save=False)
     assert engine.side.advanced("f", 200, tables) == frozenset()
-
-
-def test_what_does_not_fit_the_pin_budget_is_saved_with_later_steps(make):
-    engine = make(pinned_blocks=7)
-    tables = [list(range(1, 30)), list(range(1, 30))]
-    engine.side.find_hit("a", 128, blob(PROMPT, 128), may_load=False)
-    # The leading tokens go first: three objects of each group and one more.
-    assert len(engine.side.advanced("a", 128, tables)) == 7
-    assert engine.side.counters.objects_postponed == 9
-    assert engine.side.advanced("a", 129, tables) == frozenset(), "nothing fits while the first save runs"
-    engine.run()
-    assert engine.side.watermark("a") == (4, 3)
-    while engine.side.wants_save("a"):
-        assert engine.side.num_pinned <= 7
-        engine.side.advanced("a", 130, tables)
-        engine.run()
-    assert engine.side.watermark("a") == (8, 8)
-    assert engine.side.take_step() == StepPlan()
-
-
-def test_an_incomplete_save_is_tried_again_a_few_times_while_its_blocks_live(make):
-    store = FirstOnly()
-    engine = make(store, save_tries=2)
-    tables = [list(range(1, 30)), list(range(1, 30))]
-    engine.side.find_hit("a", 64, blob(PROMPT, 64), may_load=False)
-    num_saves = 0
-    while engine.side.wants_save("a"):
-        num_saves += bool(engine.side.advanced("a", 64 + num_saves, tables))
-        engine.run()
-    assert num_saves == 2
-    assert engine.side.watermark("a") == (1, 0)
-    store.is_full = False
-    engine.side.find_hit("b", 64, blob(PROMPT[::-1], 64), may_load=False)
-    store.is_full = True
-    engine.side.advanced("b", 64, tables)
-    engine.run()
-    store.is_full = False
-    assert engine.side.wants_save("b")
-    engine.side.advanced("b", 65, tables)
-    engine.run()
-    assert engine.side.watermark("b") == (4, 4)
-    assert not engine.side.wants_save("b")
-    assert not engine.side.wants_save("nobody")
-
-
-class Asked(MemoryStore):
-    """Notes the keys of each question and of each put."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked, self.put_keys = [], []
-
-    def contains(self, keys):
-        self.asked.append(list(keys))
-        return super().contains(keys)
-
-    def put(self, keys, sources, hints=None):
-        self.put_keys += keys
-        return super().put(keys, sources, hints)
-
-
-def below_the_device_prefix(engine, request_id, num_computed=205):
-    """Start a request whose first 160 tokens are on the device: their windows' tail, and all else."""
-    window = [0] * 13
-    window[8:] = [9, 10, 11, 12, 13]
-    assert engine.side.find_hit(request_id, 205, blob(PROMPT, 205), device_prefix=160, may_load=False) == 160
-    engine.side.advanced(request_id, num_computed, [list(range(1, 14)), window])
-    return engine.run()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_the_store_lost_below_the_devices_prefix_is_put_back(make, tp):
-    store = Asked()
-    engine = make(store, tp=tp, known_s=0.0)
-    engine.save("a", PROMPT[:205])
-    keys = [*engine.side._scheme.keys(0, 0, range(12), blob(PROMPT, 205))]
-    before = sorted(info.key for info in store.list())
-    store.discard([keys[1], keys[7]])
-    store.asked.clear()
-    store.put_keys.clear()
-    below_the_device_prefix(engine, "b")
-    # Ten objects of full attention below token 160, and two of the window's that the device still holds.
-    assert sum(map(len, store.asked)) == 12 * tp
-    assert {key for key in store.put_keys if key in keys[:10]} == {keys[1], keys[7]}
-    assert sorted(info.key for info in store.list()) == before
-    assert engine.side.watermark("b")[0] == 12
-    for device in engine.devices:
-        device.fill(seed=99)
-    assert engine.side.find_hit("c", 205, blob(PROMPT, 205)) == 192
-
-
-def test_the_store_is_asked_once_about_what_this_process_does_not_know(make):
-    store = Asked()
-    engine = make(store)
-    engine.save("a", PROMPT[:205])
-    store.asked.clear()
-    below_the_device_prefix(engine, "b")
-    assert store.asked == [], "its own saves are known"
-    engine.side.reset()
-    below_the_device_prefix(engine, "c")
-    assert sum(map(len, store.asked)) == 12
-    below_the_device_prefix(engine, "d")
-    assert sum(map(len, store.asked)) == 12, "and so is what it has asked"
-
-
-def test_known_objects_are_trusted_for_a_while_and_a_failed_load_ends_it(make):
-    store, clock = Asked(), ManualClock()
-    engine = make(store, known_s=60.0, clock=clock)
-    engine.save("a", PROMPT[:205])
-    store.asked.clear()
-    store.discard(engine.side._scheme.keys(0, 0, range(3, 4), blob(PROMPT, 205)))
-    store.contains = lambda keys: [True] * len(keys)
-    load_again(engine, "b")
-    engine.run()
-    del store.contains
-    below_the_device_prefix(engine, "c")
-    assert list(map(len, store.asked)) == [1], "only what the load has missed"
-    store.asked.clear()
-    clock.sleep(61)
-    below_the_device_prefix(engine, "d")
-    assert sum(map(len, store.asked)) >= 10
-
-
-def test_a_repair_that_cannot_ask_stores_nothing_and_is_tried_with_the_next_request(make):
-    store = Asked()
-    engine = make(store)
-    failing, store.contains = store.contains, None  # calling it raises
-    below_the_device_prefix(engine, "a")
-    assert engine.side.watermark("a")[0] == 0
-    assert engine.side.num_pinned == 0
-    store.contains = failing
-    below_the_device_prefix(engine, "b")
-    assert engine.side.watermark("b")[0] == 12
 
 
 def test_the_full_attention_run_beyond_the_hit_is_the_junction(make):

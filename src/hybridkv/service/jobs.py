@@ -39,10 +39,10 @@ class Life:
         device_prefix: p0.
         hit: the resumed prefix, >= p0.
         junction: leading tokens known to be shared with other prompts; 0 = none.
-        advanced: tokens up to which saves were planned.
-        is_repaired: whether what may be lost below p0 was taken care of.
-        has_unsaved: whether something up to ``advanced`` is worth another save.
-        failed_saves: jobs that did not store all they were to.
+        planned: tokens up to which saves were planned.
+        has_unsaved: whether something from the hit up to there is left to be saved.
+        has_unrepaired: whether something below p0 is left to be asked for and saved.
+        planned_at: the scheduler side's count of changes when saves were last planned.
     """
 
     request_id: str
@@ -54,10 +54,10 @@ class Life:
     device_prefix: int = 0
     hit: int = 0
     junction: int = 0
-    advanced: int = 0
-    is_repaired: bool = False
+    planned: int = 0
     has_unsaved: bool = False
-    failed_saves: int = 0
+    has_unrepaired: bool = False
+    planned_at: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +95,11 @@ class Running:
         return self.job.kind is JobKind.LOAD
 
     def take(self, rank: int, ended: Ended) -> None:
-        """Note how one rank ended; an answer of another form counts as nothing moved."""
+        """Note how one rank ended; what was cancelled or answers in another form counts as nothing moved."""
         self.unended.discard(rank)
         self.unstaged.discard(rank)
         self.is_done &= ended.outcome is Outcome.DONE
-        if [len(said) for said in ended.marks] != [len(marks) for marks in self.marks]:
+        if self.is_cancelled or [len(said) for said in ended.marks] != [len(mine) for mine in self.marks]:
             self.is_done = False
             self.marks = [np.zeros(len(marks), np.bool_) for marks in self.marks]
             return
@@ -167,10 +167,10 @@ class JobBook:
         every = [*self._running.values(), *self._taken_back]
         return [running for running in every if running.job.request_id == request_id]
 
-    def cancel_loads(self, request_id: str | None = None) -> None:
-        """Have the loads of one request, or of all, touch no block any more."""
+    def cancel_loads(self, request_id: str) -> None:
+        """Have the loads of a request touch no block any more."""
         for running in list(self._running.values()):
-            if running.is_load and request_id in (None, running.job.request_id):
+            if running.is_load and running.job.request_id == request_id:
                 self.cancel(running)
 
     def cancel_all(self) -> None:
@@ -235,7 +235,8 @@ class JobBook:
 
     def _release(self, running: Running) -> set[tuple[int, int]]:
         """Let go of a job's blocks once no rank touches them any more; return those that nobody holds now."""
-        if running.unended if running.is_load else running.unstaged:
+        touching = running.unended if running.is_load else running.unstaged
+        if touching:
             return set()
         blocks, running.blocks = running.blocks, frozenset()
         free = set()

@@ -31,7 +31,7 @@ class Progress:
         loaded: requests whose load is complete.
         load_failed: requests whose load failed; their blocks hold nothing of use, look them up again.
         released: blocks that jobs held and hold no more.
-        stored: what saves have stored, once on all ranks.
+        stored: what saves have stored, or found stored, once on all ranks.
     """
 
     loaded: tuple[str, ...] = ()
@@ -47,13 +47,13 @@ class Counters:
     Attributes:
         hit_tokens: beyond the devices' prefixes.
         loads_failed: loads that did not fill all their blocks.
-        objects_postponed: objects that a step could not save within ``pinned_blocks``.
+        saves_cut: times that something was left to later steps for want of ``pinned_blocks``.
         unfilled_blocks: blocks that an engine allocated otherwise than planned.
-        objects_stored: on every rank, by saves.
+        objects_stored: that saves have stored, or found stored, on every rank.
     """
 
     hit_tokens: int = 0
     loads_failed: int = 0
-    objects_postponed: int = 0
+    saves_cut: int = 0
     unfilled_blocks: int = 0
     objects_stored: int = 0

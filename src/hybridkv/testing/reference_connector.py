@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from hybridkv.errors import TransferError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import Store
 from hybridkv.testing.reference_engine import BlockTables, Connector, RequestStep

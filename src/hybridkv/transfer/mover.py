@@ -68,7 +68,9 @@ class Mover:
         slots = {"slot_bytes": settings.slot_bytes, "num_slots": settings.num_slots}
         self._save_slots = StagingPool(store, **slots)
         self._load_slots = StagingPool(store, **slots)
+        # Saves that ask first wait for the store while they hold blocks; the others must not wait with them.
         self._saves: Queue[_Job | None] = Queue(settings.queued_jobs)
+        self._asking_saves: Queue[_Job | None] = Queue(settings.queued_jobs)
         self._loads: Queue[_Job | None] = Queue(settings.queued_jobs)
         self._puts: Queue[_Staged | None] = Queue(settings.num_slots + 1)
         self._staged: SimpleQueue[int] = SimpleQueue()
@@ -81,7 +83,8 @@ class Mover:
         self._threads = [
             Thread(target=target, name=f"hybridkv-{name}", daemon=True)
             for name, target in (
-                ("stage", self._run_saves),
+                ("stage", partial(self._run_saves, self._saves)),
+                ("ask", partial(self._run_saves, self._asking_saves)),
                 ("put", self._run_puts),
                 ("load", self._run_loads),
             )
@@ -98,11 +101,19 @@ class Mover:
             job_id: never repeats.
             parts: what to save.
             ask_first: ask the store, and read only the blocks of what it does not hold.
+
+        Raises:
+            ConfigError: a job of this id is under way.
         """
-        self._start(_Job(job_id, parts, ask_first=ask_first), self._saves)
+        saves = self._asking_saves if ask_first else self._saves
+        self._start(_Job(job_id, parts, ask_first=ask_first), saves)
 
     def load(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
-        """Start a load into blocks that nobody else uses until it has ended or was cancelled."""
+        """Start a load into blocks that nobody else uses until it has ended or was cancelled.
+
+        Raises:
+            ConfigError: a job of this id is under way.
+        """
         self._start(_Job(job_id, parts), self._loads)
 
     def cancel(self, job_id: int) -> None:
@@ -125,7 +136,8 @@ class Mover:
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what waits, let what runs end, and stop; a second call does nothing.
 
-        A store call that hangs is left behind with its slot; its buffer then stays registered.
+        Waits ``timeout_s`` for the jobs and as long for each thread. A store call that hangs is left behind
+        with its slot; its buffer then stays registered.
         """
         with self._lock:
             if self._closed:
@@ -134,7 +146,7 @@ class Mover:
             jobs = list(self._jobs)
         for job_id in jobs:
             self.cancel(job_id)
-        for queue in (self._saves, self._loads):
+        for queue in (self._saves, self._asking_saves, self._loads):
             for job in _drained(queue):
                 self._end(job, Outcome.CANCELLED)
             queue.put(None)
@@ -155,7 +167,7 @@ class Mover:
             jobs = len(self._jobs)
         return MoverMetrics(
             jobs=jobs,
-            queued_saves=self._saves.qsize(),
+            queued_saves=self._saves.qsize() + self._asking_saves.qsize(),
             queued_loads=self._loads.qsize(),
             slots_held=held,
             staging_bytes_held=held * self._settings.slot_bytes,
@@ -178,44 +190,50 @@ class Mover:
         if refused:
             self._end(job, Outcome.FAILED)
 
-    def _run_saves(self) -> None:
-        for job in _taken(self._saves):
-            try:
-                self._stage(job)
-            except BaseException:  # noqa: BLE001 - whatever it is, the job fails and the thread lives on
-                _log.exception("staging save %d failed", job.job_id)
+    def _run_saves(self, saves: "Queue[_Job | None]") -> None:
+        for job in _taken(saves):
+            for part_idx in range(len(job.parts)):
+                try:
+                    if not self._stage(job, part_idx):
+                        break
+                except BaseException:  # noqa: BLE001 - whatever it is, the part fails and the thread lives on
+                    _log.exception("staging part %d of save %d failed", part_idx, job.job_id)
             # Staged or not, from here on nothing of this job reads an engine block.
             self._staged.put(job.job_id)
             self._batch_done(job)
 
-    def _stage(self, job: _Job) -> None:
-        for part_idx, part in enumerate(job.parts):
-            for start, stop in self._batches(part) if self._fits(part) else ():
-                objects = self._absent(job, part_idx, range(start, stop))
-                if not objects:
-                    continue
-                # While the store is spared, staging would only copy for nothing.
-                is_spared = self._guard.metrics().is_open
-                slot = None if is_spared else self._save_slots.acquire(self._settings.slot_timeout_s)
-                if slot is None:
-                    return
+    def _stage(self, job: _Job, part_idx: int) -> bool:
+        """Copy a part into slots and hand them to the putting thread; return whether to go on."""
+        part = job.parts[part_idx]
+        for start, stop in self._batches(part):
+            objects = self._to_put(job, part_idx, range(start, stop))
+            if not objects:
+                continue
+            # While the store is spared, staging would only copy for nothing.
+            is_spared = self._guard.metrics().is_open
+            slot = None if is_spared else self._save_slots.acquire(self._settings.slot_timeout_s)
+            if slot is None:
+                return False
+            is_staged = False
+            try:
                 gather = partial(self._io.gather, part.spec_group, part.blocks[objects], slot.memory)
-                try:
-                    is_staged = _touch(job, gather)
-                except BaseException:
-                    self._save_slots.release(slot)
-                    raise
+                is_staged = _touch(job, gather)
+            finally:
                 if not is_staged:
                     self._save_slots.release(slot)
-                    return
-                with self._lock:
-                    job.batches_open += 1
-                self._puts.put(_Staged(job, part_idx, objects, slot))
+            if not is_staged:
+                return False
+            with self._lock:
+                job.batches_open += 1
+            self._puts.put(_Staged(job, part_idx, objects, slot))
+        return True
 
-    def _absent(self, job: _Job, part_idx: int, objects: range) -> list[int]:
-        """Return the objects to put; those of a job that asks and finds them stored are marked so."""
+    def _to_put(self, job: _Job, part_idx: int, objects: range) -> list[int]:
+        """Return the objects to put: all, or, where the job asks first, what the store says it lacks."""
         if not job.ask_first:
             return list(objects)
+        if job.cancelled:
+            return []
         keys = [job.parts[part_idx].keys[idx] for idx in objects]
         answers = self._guard.call(partial(self._store.contains, keys), lambda: None)
         if answers is None:
@@ -272,7 +290,7 @@ class Mover:
             is_loaded = False
             try:
                 is_loaded = all(
-                    self._fits(part) and self._load_batch(job, part_idx, start, stop)
+                    self._load_batch(job, part_idx, start, stop)
                     for part_idx, part in enumerate(job.parts)
                     for start, stop in self._batches(part)
                 )
@@ -308,19 +326,14 @@ class Mover:
             _log.warning("%d corrupt objects are discarded, first %s", len(keys), keys[0])
             self._guard.call(lambda: self._store.discard(keys), lambda: None)
 
-    def _fits(self, part: GroupMove) -> bool:
-        if part.object_bytes > self._settings.slot_bytes:
-            _log.error(
-                "an object of spec group %d has %d bytes, a staging slot only %d; raise the staging budget",
-                part.spec_group,
-                part.object_bytes,
-                self._settings.slot_bytes,
-            )
-        return part.object_bytes <= self._settings.slot_bytes
-
     def _batches(self, part: GroupMove) -> Iterator[tuple[int, int]]:
         """Yield the part's objects in runs that fit a slot and a store call."""
-        count = max(1, min(self._settings.slot_bytes // part.object_bytes, self._settings.batch_slices))
+        count = min(self._settings.slot_bytes // part.object_bytes, self._settings.batch_objects)
+        if count == 0:
+            raise TransferError(
+                f"an object of spec group {part.spec_group} has {part.object_bytes} bytes, a staging slot "
+                f"only {self._settings.slot_bytes}; raise slot_bytes"
+            )
         for start in range(0, len(part.keys), count):
             yield start, min(start + count, len(part.keys))
 

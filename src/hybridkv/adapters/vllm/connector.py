@@ -28,7 +28,8 @@ from hybridkv.keys import KeyScheme
 from hybridkv.plan.boundaries import Retention
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import JobKind, StepPlan, WorkerReport
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import Store
 from hybridkv.stores.registry import open_store, parse_store_uri
