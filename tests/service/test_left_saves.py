@@ -255,4 +255,4 @@ def test_after_a_reset_what_had_ended_before_its_report_counts_as_not_done(make)
     progress = engine.side.report(engine.workers[0].poll())
     assert (progress.loaded, progress.load_failed, progress.stored) == ((), ("b",), ())
     assert progress.released == held
-    assert len(engine.side._known._until_s) == 0
+    assert len(engine.side._known) == 0

@@ -72,6 +72,7 @@ class SchedulerSide:
         self._jobs = JobBook(self._layout.tp)
         self._known = KnownObjects(
             scheme.digest_bytes,
+            num_groups=len(self._layout.spec_groups),
             capacity=settings.known_objects,
             age_s=settings.known_s,
             clock=clock or MonotonicClock(),

@@ -21,8 +21,8 @@ class SchedulerSettings:
         pinned_blocks: saves are planned while all jobs, loads included, hold no more blocks than this; what
             does not fit is left to later steps. Loads are never held back.
         known_objects: objects whose being stored is remembered at most.
-        known_s: how long a save or load that showed objects to be stored is trusted, seconds; then a
-            request that holds them on the device asks the store again, to repair what it has lost.
+        known_s: how long a save or load that showed objects to be stored is trusted at most, seconds; then
+            a request that holds them on the device asks the store again, to repair what it has lost.
     """
 
     retention: Retention = "all"
