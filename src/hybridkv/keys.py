@@ -215,13 +215,14 @@ class KeyScheme:
 
     Attributes:
         layout: as given.
+        digest_bytes: as given.
         manifest: of namespace and layout; its fingerprint is part of every key.
     """
 
     def __init__(self, namespace: Namespace, layout: Layout, *, digest_bytes: int) -> None:
         self.layout = layout
         self.manifest = Manifest.of(namespace, layout)
-        self._digest_bytes = digest_bytes
+        self.digest_bytes = digest_bytes
         self._object_units = [group.object_size // layout.hash_unit for group in layout.spec_groups]
         begin = f"{SCHEME}/{self.manifest.fingerprint}"
         self._prefixes = [
@@ -245,7 +246,7 @@ class KeyScheme:
 
     def keys_of(self, spec_group: int, rank: int, digests: bytes) -> list[str]:
         """Return the keys of objects whose block hashes are laid end to end, as ``digests`` gives them."""
-        prefix, width, text = self._prefixes[spec_group][rank], 2 * self._digest_bytes, digests.hex()
+        prefix, width, text = self._prefixes[spec_group][rank], 2 * self.digest_bytes, digests.hex()
         return [prefix + text[i : i + width] for i in range(0, len(text), width)]
 
     def digests(self, spec_group: int, objects: range | NDArray[np.int64], blob: bytes) -> bytes:
@@ -262,13 +263,13 @@ class KeyScheme:
         units = self._object_units[spec_group]
         if not len(objects):
             return b""
-        if len(blob) % self._digest_bytes:
+        if len(blob) % self.digest_bytes:
             raise KeySchemeError(
-                f"{len(blob)} bytes are no whole number of block hashes of {self._digest_bytes}"
+                f"{len(blob)} bytes are no whole number of block hashes of {self.digest_bytes}"
             )
         if isinstance(objects, range):
             objects = np.arange(objects.start, objects.stop, objects.step, dtype=np.int64)
-        digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, self._digest_bytes)
+        digests = np.frombuffer(blob, dtype=np.uint8).reshape(-1, self.digest_bytes)
         if int(objects.max()) * units + units > len(digests) or int(objects.min()) < 0:
             raise KeySchemeError(
                 f"object {int(objects.max())} of spec group {spec_group} reaches past the prompt's "

@@ -17,6 +17,9 @@ from tests.service.test_outputs import MOVER, Pair, layout_of, prompt_of
 QUICK = replace(MOVER, slot_timeout_s=0.2, guard=GuardSettings(timeout_s=0.2, failures_to_open=3, open_s=0.2))
 
 
+LOOKUP_ERRORS = {"gone": StoreUnavailableError("gone"), "bug": ZeroDivisionError}
+
+
 class Failing(MemoryStore):
     """A memory store that fails in one way while ``is_failing``; its method of the same name says how."""
 
@@ -32,9 +35,9 @@ class Failing(MemoryStore):
         return self._do("get", super().get, keys, targets)
 
     def contains(self, keys):
-        if self.is_failing and self.how in ("gone", "bug"):
+        if self.is_failing and self.how in LOOKUP_ERRORS:
             self.num_faults += 1
-            raise StoreUnavailableError("gone") if self.how == "gone" else ZeroDivisionError
+            raise LOOKUP_ERRORS[self.how]
         return super().contains(keys)
 
     def _do(self, what, call, keys, segments):
@@ -51,6 +54,10 @@ class Failing(MemoryStore):
     def bug(self, _what, _call, _keys, _segments):
         self.num_faults += 1
         raise ZeroDivisionError
+
+    def thread_ends(self, _what, _call, _keys, _segments):
+        self.num_faults += 1
+        raise SystemExit
 
     def short_read(self, what, call, keys, segments):
         if what == "get":
@@ -84,7 +91,7 @@ class Failing(MemoryStore):
         return results + [rest] * (len(keys) - 1)
 
 
-HOW = ["error", "gone", "bug", "short_read", "wrong_bytes", "late", "full", "partial"]
+HOW = ["error", "gone", "bug", "thread_ends", "short_read", "wrong_bytes", "late", "full", "partial"]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -181,6 +181,21 @@ def test_a_store_with_a_bug_is_a_miss(drive, caplog, error):
     assert again.ending is Ending.FAILED
 
 
+def test_a_store_that_would_end_a_lookup_thread_is_a_miss_and_the_thread_lives_on(drive, caplog):
+    class Leaving(MemoryStore):
+        def contains(self, _keys):
+            raise SystemExit
+
+    store = Watched(Leaving())
+    driver = drive(store)
+    for _ in range(driver_module.MAX_CALLS):
+        outcome = driver.lookup(NUM_TOKENS, BLOB, timeout_s=30)
+        assert (outcome.ending, outcome.result.hit) == (Ending.FAILED, 0)
+    assert "SystemExit" in caplog.text
+    store.inner = stored()
+    assert driver.lookup(NUM_TOKENS, BLOB, timeout_s=30).ending is Ending.EXACT
+
+
 def test_after_failures_in_a_row_the_store_is_spared_for_a_while(drive):
     store, clock = FaultyStore(stored()), ManualClock()
     store.fail_calls(100)

@@ -7,15 +7,16 @@ import threading
 import numpy as np
 import pytest
 
+from hybridkv.clock import ManualClock
 from hybridkv.keys import spec_group_of
-from hybridkv.service.scheduler import SchedulerSettings
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.specs.chunked_local import ChunkedLocal
 from hybridkv.specs.full import MLA, Full
 from hybridkv.specs.layout import Layout
 from hybridkv.specs.recurrent import Recurrent
 from hybridkv.specs.sliding_window import SlidingWindow
 from hybridkv.stores.memory import MemoryStore
-from hybridkv.stores.wrappers import Fault, FaultyStore
+from hybridkv.stores.wrappers import Fault, FaultyStore, LatencyStore
 from hybridkv.testing.reference_connector import ServiceConnector
 from hybridkv.testing.reference_engine import Engine, NoConnector
 from hybridkv.testing.reference_model import VOCABULARY, EngineMemory, Model, reference_group
@@ -241,6 +242,50 @@ def test_other_requests_compute_while_one_waits_for_its_load():
     pair.run()
     assert pair.compare("loading") > 0
     pair.compare("other")
+    pair.close()
+
+
+class Held(ManualClock):
+    """Puts and gets that sleep on it do not wake until they are let go; lookups pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.awake = threading.Event()
+
+    def sleep(self, seconds):
+        if threading.current_thread().name.startswith("hybridkv-store"):
+            self.awake.wait()
+        super().sleep(seconds)
+
+
+def test_prefill_and_decode_go_on_while_a_distant_store_takes_its_time():
+    clock, rng, store = Held(), random.Random(12), MemoryStore()
+    clock.awake.set()
+    pair = Pair(layout_of("full, window"), LatencyStore(store, per_call_s=1.0, clock=clock))
+    first = prompt_of(rng, 100)
+    pair.serve("first", first)
+    num_stored = store.stats().objects
+    clock.awake.clear()
+    pair.submit("loading", first)
+    pair.submit("saving", prompt_of(rng, 100), max_output=20)
+    num_steps = 0
+    while "saving" not in pair.engine.outputs:
+        pair.engine.step()
+        num_steps += 1
+    # Three steps of prefill and nineteen of decode, whatever the store does; then all of it is still to come.
+    assert num_steps <= 25
+    assert "loading" not in pair.engine.outputs
+    assert store.stats().objects == num_stored
+    metrics = pair.connector.workers[0].metrics()
+    assert metrics.jobs >= 2
+    assert metrics.staging_bytes_held > 0
+    clock.awake.set()
+    pair.run()
+    pair.settle()
+    assert store.stats().objects > num_stored
+    assert pair.compare("loading") > 0
+    pair.compare("saving")
+    assert pair.connector.workers[0].metrics().calls.seconds > 0
     pair.close()
 
 

@@ -5,7 +5,8 @@ import pytest
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import WorkerReport
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.specs.full import Full
 from hybridkv.specs.group import CacheGroup
 from hybridkv.specs.layout import Layout

@@ -84,12 +84,17 @@ def test_jobs_above_the_staging_budget_are_moved_in_turns():
 
 
 def test_an_object_above_a_slot_fails_alone(caplog):
-    with moving(MemoryStore(), settings=MoverSettings(slot_bytes=128, num_slots=2)) as (mover, _):
-        mover.save(1, (move(LAYOUT, 0, ["a"], [3]),))
-        mover.save(2, (move(LAYOUT, 1, ["w"], [3]),))
-        found, _ = ends(mover, 2)
-        assert [found[i].outcome for i in (1, 2)] == [Outcome.FAILED, Outcome.DONE]
-        assert "raise the staging budget" in caplog.text
+    store = MemoryStore()
+    with moving(store, settings=MoverSettings(slot_bytes=128, num_slots=2)) as (mover, _):
+        mover.save(1, (move(LAYOUT, 0, ["a"], [3]), move(LAYOUT, 1, ["w"], [3])))
+        found, staged = ends(mover)
+        assert (found[1].outcome, found[1].marks, staged) == (Outcome.FAILED, (b"\0", b"\1"), [1])
+        assert "group 0 has 256 bytes, a staging slot only 128; raise slot_bytes" in caplog.text
+        store.get = None
+        caplog.clear()
+        mover.load(2, (move(LAYOUT, 0, ["a"], [3]),))
+        assert ends(mover)[0][2].marks == (b"\0",), "it was not asked for"
+        assert "raise slot_bytes" in caplog.text
 
 
 def test_an_absent_object_fails_the_load_and_is_told():
@@ -285,7 +290,7 @@ def test_a_wrong_block_fails_its_job_and_the_thread_lives_on(caplog):
         mover.save(3, (move(LAYOUT, 0, ["a"], [3]),))
         found, _ = ends(mover, 3)
         assert [found[i].outcome for i in (1, 2, 3)] == [Outcome.FAILED, Outcome.FAILED, Outcome.DONE]
-        assert "staging save 1 failed" in caplog.text
+        assert "staging part 0 of save 1 failed" in caplog.text
         assert mover.metrics().slots_held == 0
 
 
@@ -304,6 +309,103 @@ def test_a_bug_in_a_store_fails_the_job_and_frees_the_slot():
         found, _ = ends(mover, 6)
         assert {one.outcome for one in found.values()} == {Outcome.FAILED}
         assert mover.metrics().slots_held == 0
+
+
+@pytest.mark.parametrize("where", ["store", "blocks"])
+def test_what_would_end_a_thread_fails_the_job_and_the_thread_lives_on(where, caplog):
+    def end_the_thread(*_):
+        raise SystemExit(3)
+
+    store = MemoryStore()
+    with moving(store) as (mover, device):
+        broken, names = (store, ("put", "get")) if where == "store" else (device.io, ("gather", "scatter"))
+        mover.save(1, (move(LAYOUT, 0, ["a"], [3]),))
+        ends(mover)
+        for name in names:
+            setattr(broken, name, end_the_thread)
+        mover.save(2, (move(LAYOUT, 0, ["b"], [3]),))
+        mover.load(3, (move(LAYOUT, 0, ["a"], [4]),))
+        found, staged = ends(mover, 2)
+        assert {one.outcome for one in found.values()} == {Outcome.FAILED}
+        assert staged == [2]
+        assert "SystemExit" in caplog.text
+        for name in names:
+            delattr(broken, name)
+        mover.save(4, (move(LAYOUT, 0, ["b"], [3]),))
+        assert ends(mover)[0][4].outcome is Outcome.DONE
+        mover.load(5, (move(LAYOUT, 0, ["a"], [4]),))
+        assert ends(mover)[0][5].outcome is Outcome.DONE
+        assert mover.metrics().slots_held == 0
+
+
+def test_no_store_call_moves_more_slices_than_allowed():
+    sizes = []
+
+    class Counting(MemoryStore):
+        def put(self, keys, sources, hints=None):
+            sizes.append(sum(map(len, sources)))
+            return super().put(keys, sources, hints)
+
+        def get(self, keys, targets):
+            sizes.append(sum(map(len, targets)))
+            return super().get(keys, targets)
+
+    settings = MoverSettings(slot_bytes=1 << 16, num_slots=2, batch_objects=4)
+    with moving(Counting(), settings=settings) as (mover, _):
+        keys = [f"k{i}" for i in range(10)]
+        mover.save(1, (move(LAYOUT, 0, keys, range(5, 15)),))
+        assert ends(mover)[0][1].outcome is Outcome.DONE
+        mover.load(2, (move(LAYOUT, 0, keys, range(15, 25)),))
+        assert ends(mover)[0][2].outcome is Outcome.DONE
+    assert sizes == [4, 4, 2] * 2
+
+
+def test_a_save_that_asks_first_reads_only_the_blocks_of_absent_objects():
+    store = MemoryStore()
+    with moving(store) as (mover, device):
+        mover.save(1, (move(LAYOUT, 0, ["b", "d"], [4, 6]),))
+        ends(mover)
+        read, gather = [], device.io.gather
+
+        def noting(spec_group, blocks, memory):
+            read.extend(blocks.ravel().tolist())
+            gather(spec_group, blocks, memory)
+
+        device.io.gather = noting
+        before = device.copy()
+        mover.save(2, (move(LAYOUT, 0, ["a", "b", "c", "d"], [3, 4, 5, 6]),), ask_first=True)
+        found, staged = ends(mover)
+        assert (found[2].outcome, found[2].marks, staged) == (Outcome.DONE, (b"\1\1\1\1",), [2])
+        assert read == [3, 5]
+        mover.load(3, (move(LAYOUT, 0, ["a", "c"], [10, 11]),))
+        ends(mover)
+        assert (device.arrays[0][0][[10, 11]] == before[0][[3, 5]]).all()
+
+
+def test_a_save_that_asks_first_holds_up_no_other_and_stops_asking_once_cancelled():
+    asked, go_on = [], threading.Event()
+
+    class Slow(MemoryStore):
+        def contains(self, keys):
+            asked.append(keys)
+            go_on.wait()
+            return super().contains(keys)
+
+    settings = MoverSettings(slot_bytes=256, num_slots=2)
+    with moving(Slow(), settings=settings) as (mover, _):
+        mover.save(1, (move(LAYOUT, 0, ["a", "b"], [3, 4]),), ask_first=True)
+        mover.save(2, (move(LAYOUT, 0, ["c"], [5]),))
+        found, staged = {}, []
+        while 2 not in found:
+            new, ended = mover.poll()
+            staged += new
+            found |= {one.job_id: one for one in ended}
+            time.sleep(0.001)
+        assert (found[2].outcome, staged) == (Outcome.DONE, [2])
+        mover.cancel(1)
+        go_on.set()
+        assert ends(mover)[0][1].outcome is Outcome.CANCELLED
+        assert asked == [["a"]]
 
 
 class Short(MemoryStore):
@@ -342,14 +444,15 @@ def test_cancelled_loads_ask_the_store_for_nothing():
     with moving(store) as (mover, _):
         mover.load(1, (move(LAYOUT, 0, ["a"], [3]),))
         store.arrived.wait()
-        store.num_gets = 0
+        asked, get = [], store.get
+        store.get = lambda keys, targets: asked.extend(keys) or get(keys, targets)
         for job_id in range(2, 6):
             mover.load(job_id, (move(LAYOUT, 0, ["a"], [3]),))
             mover.cancel(job_id)
-        store.get = None
         store.gate.set()
         found, _ = ends(mover, 5)
         assert {found[job_id].outcome for job_id in range(2, 6)} == {Outcome.CANCELLED}
+        assert asked == []
 
 
 def test_close_ends_what_waits():
@@ -400,7 +503,7 @@ def test_metrics_tell_what_is_under_way_and_what_happened():
         assert (idle.calls.calls, idle.calls.late, idle.calls.failed, idle.calls.is_open) == (2, 0, 0, False)
 
 
-def test_job_ids_never_repeat():
+def test_the_id_of_a_job_under_way_is_refused():
     store = Gated()
     with moving(store) as (mover, _):
         mover.save(1, (move(LAYOUT, 0, ["a"], [3]),))

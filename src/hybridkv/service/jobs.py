@@ -27,7 +27,23 @@ class Misses:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One life of a request: from a lookup to its end or its next lookup; others may bear the same id."""
+    """One life of a request: from a lookup to its end or its next lookup; others may bear the same id.
+
+    Attributes:
+        request_id: names the request.
+        num_tokens: N.
+        blob: the prompt's block hashes.
+        ledger: what is stored of it.
+        may_save: whether it is saved at all.
+        misses: what its loads have failed of.
+        device_prefix: p0.
+        hit: the resumed prefix, >= p0.
+        junction: leading tokens known to be shared with other prompts; 0 = none.
+        planned: tokens up to which saves were planned.
+        has_unsaved: whether something from the hit up to there is left to be saved.
+        has_unrepaired: whether something below p0 is left to be asked for and saved.
+        planned_at: the scheduler side's count of changes when saves were last planned.
+    """
 
     request_id: str
     num_tokens: int
@@ -38,7 +54,10 @@ class Life:
     device_prefix: int = 0
     hit: int = 0
     junction: int = 0
-    advanced: int = 0
+    planned: int = 0
+    has_unsaved: bool = False
+    has_unrepaired: bool = False
+    planned_at: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +95,11 @@ class Running:
         return self.job.kind is JobKind.LOAD
 
     def take(self, rank: int, ended: Ended) -> None:
-        """Note how one rank ended; an answer of another form counts as nothing moved."""
+        """Note how one rank ended; what was cancelled or answers in another form counts as nothing moved."""
         self.unended.discard(rank)
         self.unstaged.discard(rank)
         self.is_done &= ended.outcome is Outcome.DONE
-        if [len(said) for said in ended.marks] != [len(marks) for marks in self.marks]:
+        if self.is_cancelled or [len(said) for said in ended.marks] != [len(mine) for mine in self.marks]:
             self.is_done = False
             self.marks = [np.zeros(len(marks), np.bool_) for marks in self.marks]
             return
@@ -115,9 +134,17 @@ class JobBook:
         objects: list[NDArray[np.int64]],
         transfers: Iterable[GroupTransfer],
         blocks: Blocks,
+        *,
+        ask_first: bool = False,
     ) -> Blocks:
         """Enter a job; return the blocks that it holds and no other job held before."""
-        job = Job(job_id=self._next_job_id, kind=kind, request_id=life.request_id, groups=tuple(transfers))
+        job = Job(
+            job_id=self._next_job_id,
+            kind=kind,
+            request_id=life.request_id,
+            groups=tuple(transfers),
+            ask_first=ask_first,
+        )
         self._next_job_id += 1
         running = Running(
             job=job,
@@ -140,10 +167,10 @@ class JobBook:
         every = [*self._running.values(), *self._taken_back]
         return [running for running in every if running.job.request_id == request_id]
 
-    def cancel_loads(self, request_id: str | None = None) -> None:
-        """Have the loads of one request, or of all, touch no block any more."""
+    def cancel_loads(self, request_id: str) -> None:
+        """Have the loads of a request touch no block any more."""
         for running in list(self._running.values()):
-            if running.is_load and request_id in (None, running.job.request_id):
+            if running.is_load and running.job.request_id == request_id:
                 self.cancel(running)
 
     def cancel_all(self) -> None:
@@ -208,7 +235,8 @@ class JobBook:
 
     def _release(self, running: Running) -> set[tuple[int, int]]:
         """Let go of a job's blocks once no rank touches them any more; return those that nobody holds now."""
-        if running.unended if running.is_load else running.unstaged:
+        touching = running.unended if running.is_load else running.unstaged
+        if touching:
             return set()
         blocks, running.blocks = running.blocks, frozenset()
         free = set()

@@ -63,12 +63,14 @@ class Job:
         kind: load or save.
         request_id: for logs and reports; a request may have had other lives under the same id.
         groups: what to move.
+        ask_first: a save of objects that may well be stored: only what the store does not hold is read.
     """
 
     job_id: int
     kind: JobKind
     request_id: str
     groups: tuple[GroupTransfer, ...]
+    ask_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

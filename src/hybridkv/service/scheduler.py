@@ -4,7 +4,8 @@ An engine adapter calls, in this order::
 
     find_hit      a request waits: how many tokens can be resumed from?
     allocated     its blocks exist: the load is planned
-    advanced      a step will complete tokens: their save is planned
+    wants_save    whether `advanced` may plan something
+    advanced      a step will complete tokens: their save is planned, and repairs below the device's prefix
     take_step     what the worker sides of all ranks shall do now
     report        what a worker side tells; afterwards, which requests are loaded, which blocks are free
     forget        the request finished, was aborted or preempted; it may come again under its id
@@ -13,96 +14,32 @@ Block tables are lists of engine block ids, one a cache group, 0 where the engin
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.clock import Clock, MonotonicClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme
-from hybridkv.plan.boundaries import Retention, check_retention
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.save import plan_save
 from hybridkv.service.jobs import JobBook, Life, Misses, Running
+from hybridkv.service.known import KnownObjects
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, GroupTransfer, JobKind, StepPlan, WorkerReport
+from hybridkv.service.progress import Counters, Progress, StoredEvent
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.service.tables import (
     Blocks,
     Tables,
     block_ids,
     ids_to_load,
+    leading,
     named,
     num_unfilled,
     saveable,
 )
 from hybridkv.transfer.ledger import Ledger
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """How the scheduler side decides.
-
-    Attributes:
-        retention: which boundaries are kept.
-        lookup_timeout_s: longest lookup; then the best proven boundary is the hit. ``None`` = no limit.
-        least_load_tokens: a hit that adds fewer tokens to the device's prefix is not worth loading.
-        least_save_tokens: shorter prompts are not saved.
-        load_tries: failed loads of a request after which it computes instead, >= 1.
-        pinned_blocks: blocks that jobs may hold at most; further saves are dropped and counted.
-    """
-
-    retention: Retention = "all"
-    lookup_timeout_s: float | None = 1.0
-    least_load_tokens: int = 1
-    least_save_tokens: int = 1
-    load_tries: int = 3
-    pinned_blocks: int = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEvent:
-    """Tells routers of consecutive objects that every rank has stored.
-
-    Attributes:
-        spec_group: index of the spec group.
-        block_hashes: name the objects, in order, laid end to end: each is the parent of the next.
-        parent_hash: names the object before the first one in its prefix chain, stored now or not; empty
-            where there is none.
-        object_size: tokens of each object.
-    """
-
-    spec_group: int
-    block_hashes: bytes
-    parent_hash: bytes
-    object_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What a report changed for the engine.
-
-    Attributes:
-        loaded: requests whose load is complete.
-        load_failed: requests whose load failed; their blocks hold nothing of use, look them up again.
-        released: blocks that jobs held and hold no more.
-        stored: what saves have stored, once on all ranks.
-    """
-
-    loaded: tuple[str, ...] = ()
-    load_failed: tuple[str, ...] = ()
-    released: Blocks = frozenset()
-    stored: tuple[StoredEvent, ...] = ()
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened so far."""
-
-    hit_tokens: int = 0
-    loads_failed: int = 0
-    saves_dropped: int = 0
-    unfilled_blocks: int = 0
-    objects_stored: int = 0
 
 
 class SchedulerSide:
@@ -114,14 +51,33 @@ class SchedulerSide:
         driver: looks prompts up.
         scheme: names objects; the driver's.
         settings: how to decide.
+        clock: tells when ``known_s`` has passed.
+
+    Raises:
+        ConfigError: a setting is out of range or does not fit the layout.
     """
 
-    def __init__(self, driver: LookupDriver, scheme: KeyScheme, settings: SchedulerSettings) -> None:
-        check_retention(settings.retention, scheme.layout)
+    def __init__(
+        self,
+        driver: LookupDriver,
+        scheme: KeyScheme,
+        settings: SchedulerSettings,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        settings.check(scheme.layout)
         self._driver, self._scheme, self._settings = driver, scheme, settings
         self._layout = scheme.layout
         self._lives: dict[str, Life] = {}
         self._jobs = JobBook(self._layout.tp)
+        self._known = KnownObjects(
+            scheme.digest_bytes,
+            num_groups=len(self._layout.spec_groups),
+            capacity=settings.known_objects,
+            age_s=settings.known_s,
+            clock=clock or MonotonicClock(),
+        )
+        self._num_changes = 0  # reports after which what was left may be saved
         self.counters = Counters()
 
     # ---- requests
@@ -155,11 +111,15 @@ class SchedulerSide:
             request_id=request_id,
             num_tokens=num_tokens,
             blob=blob,
-            ledger=Ledger([num_tokens // group.object_size for group in self._layout.spec_groups]),
+            ledger=Ledger(
+                [num_tokens // group.object_size for group in self._layout.spec_groups],
+                tries=self._settings.save_tries,
+            ),
             may_save=may_save and num_tokens >= self._settings.least_save_tokens,
             device_prefix=device_prefix,
             hit=device_prefix,
-            advanced=device_prefix,
+            planned=device_prefix,
+            has_unrepaired=device_prefix > 0,
             misses=old.misses if old is not None else Misses(),
         )
         self._lives[request_id] = life
@@ -177,7 +137,7 @@ class SchedulerSide:
         ).result
         life.junction = found.full_run if found.full_run > found.hit else 0
         if found.hit - life.device_prefix >= self._settings.least_load_tokens:
-            life.hit = life.advanced = found.hit
+            life.hit = life.planned = found.hit
 
     def allocated(self, request_id: str, tables: Tables) -> Blocks:
         """Plan the load of a request whose blocks up to its hit are allocated; return the blocks to hold.
@@ -213,6 +173,10 @@ class SchedulerSide:
     ) -> Blocks:
         """Plan the save of what the coming step completes; return the blocks to hold for it.
 
+        With it goes a repair: the workers ask for the objects below the device's prefix that this process
+        has not seen stored lately, and save the absent ones. What does not fit ``pinned_blocks`` or was not
+        stored is planned again with later steps, as long as its blocks and states are there.
+
         A block that another job holds already is not returned again; ``report`` releases it once, when no
         job holds it any more.
 
@@ -220,38 +184,30 @@ class SchedulerSide:
             request_id: of a request that computes.
             num_computed: tokens of the prompt that are computed after the step; more than N count as N.
             tables: as they are during the step.
-            states: numbers of tokens after which the tables hold recurrent states; ``None`` = only what is
-                computed after the step.
+            states: numbers of tokens after which the tables hold recurrent states; ``None`` = only the state
+                after ``num_computed``. Below the device's prefix none is taken to be held.
         """
         life = self._lives[request_id]
         stop = min(num_computed, life.num_tokens)
-        if not life.may_save or stop <= life.advanced:
+        if not life.may_save or not (stop > life.planned or self._has_left(life)):
             return frozenset()
-        plans = plan_save(
-            self._layout,
-            retention=self._settings.retention,
-            start=life.hit,
-            stop=stop,
-            num_tokens=life.num_tokens,
-            junction=life.junction,
-        )
+        life.planned, life.planned_at = max(stop, life.planned), self._num_changes
         computed_states = [num_computed] if states is None else states
-        claimed = [
-            life.ledger.claim(group.index, saveable(group, plan.indices(), tables, computed_states))
-            for group, plan in zip(self._layout.spec_groups, plans, strict=True)
-        ]
-        ids = [
-            block_ids(group, chosen, tables)
-            for group, chosen in zip(self._layout.spec_groups, claimed, strict=True)
-        ]
-        num_blocks = sum(of_group.size for of_group in ids)
-        if num_blocks + self.num_pinned > self._settings.pinned_blocks:
-            self.counters.saves_dropped += 1
-            for idx, objects in enumerate(claimed):
-                life.ledger.settle(idx, objects, np.zeros(len(objects), np.bool_))
-            return frozenset()
-        life.advanced = stop
-        return self._start(JobKind.SAVE, life, claimed, ids) if num_blocks else frozenset()
+        wanted = self._objects_to_save(life, life.hit, max(stop, life.hit), tables, computed_states)
+        held, life.has_unsaved = self._save(life, wanted, tables)
+        if life.has_unrepaired:
+            lost = [
+                objects[self._known.unknown(idx, self._scheme.digests(idx, objects, life.blob))]
+                for idx, objects in enumerate(self._objects_to_save(life, 0, life.device_prefix, tables, ()))
+            ]
+            asked, life.has_unrepaired = self._save(life, lost, tables, ask_first=True)
+            held |= asked
+        return held
+
+    def wants_save(self, request_id: str) -> bool:
+        """Return whether ``advanced`` may plan something; where not, an adapter need not make the tables."""
+        life = self._lives.get(request_id)
+        return life is not None and life.may_save and (life.planned < life.num_tokens or self._has_left(life))
 
     def forget(self, request_id: str) -> Blocks:
         """End a request's life: finished, aborted or preempted; return the blocks that jobs still hold.
@@ -266,10 +222,12 @@ class SchedulerSide:
     def reset(self) -> None:
         """Cancel all jobs and save nothing more of the present requests, as after a change of weights.
 
-        Cancelled loads are reported as failed, and all jobs still release their blocks through ``report``.
+        Cancelled loads are reported as failed even where they had ended, cancelled saves as nothing stored,
+        and all jobs still release their blocks through ``report``.
         """
         for life in self._lives.values():
             life.may_save = False
+        self._known.clear()
         self._jobs.cancel_all()
 
     # ---- steps
@@ -287,6 +245,7 @@ class SchedulerSide:
         if report.version != VERSION:
             raise ConfigError(f"a worker speaks version {report.version} of the messages, not {VERSION}")
         over, released = self._jobs.report(report)
+        self._num_changes += bool(over or released)
         stored: list[StoredEvent] = []
         loaded: list[str] = []
         failed: list[str] = []
@@ -321,21 +280,69 @@ class SchedulerSide:
 
     # ---- inside
 
+    def _objects_to_save(
+        self, life: Life, start: int, stop: int, tables: Tables, states: Sequence[int]
+    ) -> list[NDArray[np.int64]]:
+        """Return per spec group what is wanted of a run of tokens and lies in the engine's blocks."""
+        plans = plan_save(
+            self._layout,
+            retention=self._settings.retention,
+            start=start,
+            stop=stop,
+            num_tokens=life.num_tokens,
+            junction=life.junction,
+        )
+        return [
+            saveable(group, plan.indices(), tables, states)
+            for group, plan in zip(self._layout.spec_groups, plans, strict=True)
+        ]
+
+    def _has_left(self, life: Life) -> bool:
+        """Return whether something was left to later steps and a report has made a difference since."""
+        return (life.has_unsaved or life.has_unrepaired) and life.planned_at != self._num_changes
+
+    def _save(
+        self, life: Life, wanted: list[NDArray[np.int64]], tables: Tables, *, ask_first: bool = False
+    ) -> tuple[Blocks, bool]:
+        """Start a save of what is unsaved and fits the pin budget; return its blocks, and if more is left."""
+        unsaved = [life.ledger.unsaved(idx, objects) for idx, objects in enumerate(wanted)]
+        room = self._settings.pinned_blocks - self.num_pinned
+        # What is asked for first is mostly stored: it must not keep a step's own save from its blocks.
+        chosen = leading(self._layout, unsaved, room // 2 if ask_first else room)
+        is_left = sum(map(len, chosen)) < sum(map(len, unsaved))
+        self.counters.saves_cut += is_left
+        if not any(map(len, chosen)):
+            return frozenset(), is_left
+        for idx, objects in enumerate(chosen):
+            life.ledger.claim(idx, objects)
+        ids = [
+            block_ids(group, objects, tables)
+            for group, objects in zip(self._layout.spec_groups, chosen, strict=True)
+        ]
+        return self._start(JobKind.SAVE, life, chosen, ids, ask_first=ask_first), is_left
+
     def _start(
-        self, kind: JobKind, life: Life, objects: list[NDArray[np.int64]], ids: list[NDArray[np.int64]]
+        self,
+        kind: JobKind,
+        life: Life,
+        objects: list[NDArray[np.int64]],
+        ids: list[NDArray[np.int64]],
+        *,
+        ask_first: bool = False,
     ) -> Blocks:
         transfers, blocks = [], set[tuple[int, int]]()
         for group, chosen, of_group in zip(self._layout.spec_groups, objects, ids, strict=True):
             digests = self._scheme.digests(group.index, chosen, life.blob)
             transfers.append(GroupTransfer.of(group.index, digests, of_group))
             blocks |= named(group, of_group)
-        return self._jobs.start(kind, life, objects, transfers, frozenset(blocks))
+        return self._jobs.start(kind, life, objects, transfers, frozenset(blocks), ask_first=ask_first)
 
     def _note_failed_load(self, life: Life, objects: Sequence[NDArray[np.int64]]) -> None:
         """Have the request's next lookup take objects for absent, so that no failed load repeats for ever."""
         life.misses.num_loads += 1
         for idx, chosen in enumerate(objects):
             life.misses.keys.update(self._scheme.keys(idx, 0, chosen, life.blob))
+            self._known.forget(idx, self._scheme.digests(idx, chosen, life.blob))
 
     def _settle_save(self, running: Running) -> Iterator[StoredEvent]:
         """Take a save's end on all ranks into the ledger of its life; yield what was stored."""
@@ -344,7 +351,11 @@ class SchedulerSide:
             self._layout.spec_groups, running.objects, running.marks, strict=True
         ):
             life.ledger.settle(group.index, objects, marks)
+            if len(life.ledger.unsaved(group.index, objects)):
+                life.has_unrepaired |= running.job.ask_first
+                life.has_unsaved |= not running.job.ask_first
             stored = objects[marks]
+            self._known.note(group.index, self._scheme.digests(group.index, stored, life.blob))
             self.counters.objects_stored += len(stored)
             for run in np.split(stored, np.flatnonzero(np.diff(stored) != 1) + 1) if len(stored) else ():
                 parent = run[:1][run[:1] > 0] - 1
@@ -365,6 +376,7 @@ class SchedulerSide:
             loaded.append(life.request_id)
             for idx, objects in enumerate(running.objects):
                 life.ledger.settle(idx, objects, np.ones(len(objects), np.bool_))
+                self._known.note(idx, self._scheme.digests(idx, objects, life.blob))
             return
         failed.append(life.request_id)
         missed = [objects[marks] for objects, marks in zip(running.objects, running.marks, strict=True)]

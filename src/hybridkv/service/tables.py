@@ -53,6 +53,20 @@ def saveable(
     return held
 
 
+def leading(layout: Layout, objects: Sequence[NDArray[np.int64]], max_blocks: int) -> list[NDArray[np.int64]]:
+    """Return per spec group those of the objects that end first and have no more blocks together."""
+    ends = [(o + 1) * group.object_size for group, o in zip(layout.spec_groups, objects, strict=True)]
+    sizes = [
+        np.full(len(o), len(group.cache_groups) * group.blocks_per_object)
+        for group, o in zip(layout.spec_groups, objects, strict=True)
+    ]
+    order = np.argsort(np.concatenate(ends), kind="stable")
+    fits = np.zeros(len(order), np.bool_)
+    fits[order] = np.cumsum(np.concatenate(sizes)[order]) <= max_blocks
+    of_groups = np.split(fits, np.cumsum([len(o) for o in objects])[:-1])
+    return [o[fit] for o, fit in zip(objects, of_groups, strict=True)]
+
+
 def num_unfilled(
     layout: Layout, loads: Sequence[range], tables: Tables, *, device_prefix: int, hit: int
 ) -> int:

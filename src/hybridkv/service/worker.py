@@ -46,8 +46,10 @@ class WorkerSide:
         for job_id in plan.cancelled:
             self._mover.cancel(job_id)
         for job in plan.jobs:
-            move = self._mover.load if job.kind is JobKind.LOAD else self._mover.save
-            move(job.job_id, self._parts(job))
+            if job.kind is JobKind.LOAD:
+                self._mover.load(job.job_id, self._parts(job))
+            else:
+                self._mover.save(job.job_id, self._parts(job), ask_first=job.ask_first)
 
     def poll(self) -> WorkerReport:
         """Return what happened since the last call."""

@@ -22,7 +22,8 @@ from hybridkv.plan.boundaries import (
 )
 from hybridkv.service.lookup import Ending, LookupDriver
 from hybridkv.service.messages import GroupTransfer, JobKind, WorkerReport
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.sim.naming import NAME_BYTES, NamedPrompt, Tails, UnitNamer
 from hybridkv.sim.payload import PatternBytes, Payloads, SizesOnly
 from hybridkv.sim.report import GroupReport, ReplayReport

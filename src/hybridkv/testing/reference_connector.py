@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from hybridkv.errors import TransferError
 from hybridkv.keys import BlockHasher, KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import Store
 from hybridkv.testing.reference_engine import BlockTables, Connector, RequestStep
@@ -81,7 +82,8 @@ class ServiceConnector(Connector):
     def end_step(self, steps: Sequence[RequestStep]) -> None:
         """Save what the step completed, holding its blocks until they are staged."""
         for step in steps:
-            self._hold(self.side.advanced(step.request_id, step.after, step.tables))
+            if self.side.wants_save(step.request_id):
+                self._hold(self.side.advanced(step.request_id, step.after, step.tables))
         self._send()
 
     def preempted(self, request_id: str) -> None:

@@ -13,21 +13,27 @@ class Ledger:
 
     Args:
         num_objects: per spec group, how many objects the request can complete.
+        tries: failed saves of an object after which it is given up, 1 to 255.
     """
 
-    def __init__(self, num_objects: Sequence[int]) -> None:
+    def __init__(self, num_objects: Sequence[int], *, tries: int) -> None:
         self._states = [np.zeros(count, dtype=np.uint8) for count in num_objects]
+        self._tries_left = [np.full(count, tries, dtype=np.uint8) for count in num_objects]
 
-    def claim(self, spec_group: int, objects: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return those of the objects that are neither stored nor on their way, now on their way."""
-        states = self._states[spec_group]
-        free: NDArray[np.int64] = objects[states[objects] == _NOT_STORED]
-        states[free] = _ON_ITS_WAY
-        return free
+    def unsaved(self, spec_group: int, objects: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of the objects that are neither stored, nor on their way, nor given up."""
+        is_open = (self._states[spec_group] == _NOT_STORED) & (self._tries_left[spec_group] > 0)
+        found: NDArray[np.int64] = objects[is_open[objects]]
+        return found
+
+    def claim(self, spec_group: int, objects: NDArray[np.int64]) -> None:
+        """Take unsaved objects to be on their way."""
+        self._states[spec_group][objects] = _ON_ITS_WAY
 
     def settle(self, spec_group: int, objects: NDArray[np.int64], stored: NDArray[np.bool_]) -> None:
-        """Note which objects are stored on every rank; the others are free to be claimed again."""
+        """Note which of the objects on their way are stored on every rank; the others have failed once."""
         self._states[spec_group][objects] = np.where(stored, _STORED, _NOT_STORED)
+        self._tries_left[spec_group][objects[~stored]] -= 1
 
     def watermark(self, spec_group: int) -> int:
         """Return how many leading objects are stored."""

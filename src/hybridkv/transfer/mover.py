@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 class _Job:
     """A job on its way."""
 
-    def __init__(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
-        self.job_id, self.parts = job_id, parts
+    def __init__(self, job_id: int, parts: tuple[GroupMove, ...], *, ask_first: bool = False) -> None:
+        self.job_id, self.parts, self.ask_first = job_id, parts, ask_first
         self.marks = [bytearray(len(part.keys)) for part in parts]
         self.touching = threading.Lock()
         self.cancelled = False
@@ -45,8 +45,7 @@ class _Staged:
 
     job: _Job
     part: int
-    start: int
-    stop: int
+    objects: list[int]
     slot: Slot
 
 
@@ -69,7 +68,9 @@ class Mover:
         slots = {"slot_bytes": settings.slot_bytes, "num_slots": settings.num_slots}
         self._save_slots = StagingPool(store, **slots)
         self._load_slots = StagingPool(store, **slots)
+        # Saves that ask first wait for the store while they hold blocks; the others must not wait with them.
         self._saves: Queue[_Job | None] = Queue(settings.queued_jobs)
+        self._asking_saves: Queue[_Job | None] = Queue(settings.queued_jobs)
         self._loads: Queue[_Job | None] = Queue(settings.queued_jobs)
         self._puts: Queue[_Staged | None] = Queue(settings.num_slots + 1)
         self._staged: SimpleQueue[int] = SimpleQueue()
@@ -82,7 +83,8 @@ class Mover:
         self._threads = [
             Thread(target=target, name=f"hybridkv-{name}", daemon=True)
             for name, target in (
-                ("stage", self._run_saves),
+                ("stage", partial(self._run_saves, self._saves)),
+                ("ask", partial(self._run_saves, self._asking_saves)),
                 ("put", self._run_puts),
                 ("load", self._run_loads),
             )
@@ -92,12 +94,26 @@ class Mover:
 
     # ---- called by the worker side
 
-    def save(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
-        """Start a save; its blocks stay as they are until it is staged, ended or cancelled."""
-        self._start(_Job(job_id, parts), self._saves)
+    def save(self, job_id: int, parts: tuple[GroupMove, ...], *, ask_first: bool = False) -> None:
+        """Start a save; its blocks stay as they are until it is staged, ended or cancelled.
+
+        Args:
+            job_id: never repeats.
+            parts: what to save.
+            ask_first: ask the store, and read only the blocks of what it does not hold.
+
+        Raises:
+            ConfigError: a job of this id is under way.
+        """
+        saves = self._asking_saves if ask_first else self._saves
+        self._start(_Job(job_id, parts, ask_first=ask_first), saves)
 
     def load(self, job_id: int, parts: tuple[GroupMove, ...]) -> None:
-        """Start a load into blocks that nobody else uses until it has ended or was cancelled."""
+        """Start a load into blocks that nobody else uses until it has ended or was cancelled.
+
+        Raises:
+            ConfigError: a job of this id is under way.
+        """
         self._start(_Job(job_id, parts), self._loads)
 
     def cancel(self, job_id: int) -> None:
@@ -120,7 +136,8 @@ class Mover:
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what waits, let what runs end, and stop; a second call does nothing.
 
-        A store call that hangs is left behind with its slot; its buffer then stays registered.
+        Waits ``timeout_s`` for the jobs and as long for each thread. A store call that hangs is left behind
+        with its slot; its buffer then stays registered.
         """
         with self._lock:
             if self._closed:
@@ -129,7 +146,7 @@ class Mover:
             jobs = list(self._jobs)
         for job_id in jobs:
             self.cancel(job_id)
-        for queue in (self._saves, self._loads):
+        for queue in (self._saves, self._asking_saves, self._loads):
             for job in _drained(queue):
                 self._end(job, Outcome.CANCELLED)
             queue.put(None)
@@ -150,7 +167,7 @@ class Mover:
             jobs = len(self._jobs)
         return MoverMetrics(
             jobs=jobs,
-            queued_saves=self._saves.qsize(),
+            queued_saves=self._saves.qsize() + self._asking_saves.qsize(),
             queued_loads=self._loads.qsize(),
             slots_held=held,
             staging_bytes_held=held * self._settings.slot_bytes,
@@ -173,43 +190,64 @@ class Mover:
         if refused:
             self._end(job, Outcome.FAILED)
 
-    def _run_saves(self) -> None:
-        for job in _taken(self._saves):
-            try:
-                self._stage(job)
-            except Exception:  # noqa: BLE001 - whatever it is, the job fails and the thread lives on
-                _log.exception("staging save %d failed", job.job_id)
+    def _run_saves(self, saves: "Queue[_Job | None]") -> None:
+        for job in _taken(saves):
+            for part_idx in range(len(job.parts)):
+                try:
+                    if not self._stage(job, part_idx):
+                        break
+                except BaseException:  # noqa: BLE001 - whatever it is, the part fails and the thread lives on
+                    _log.exception("staging part %d of save %d failed", part_idx, job.job_id)
             # Staged or not, from here on nothing of this job reads an engine block.
             self._staged.put(job.job_id)
             self._batch_done(job)
 
-    def _stage(self, job: _Job) -> None:
-        for part_idx, part in enumerate(job.parts):
-            for start, stop in self._batches(part):
-                # While the store is spared, staging would only copy for nothing.
-                is_spared = self._guard.metrics().is_open
-                slot = None if is_spared else self._save_slots.acquire(self._settings.slot_timeout_s)
-                if slot is None:
-                    return
-                gather = partial(self._io.gather, part.spec_group, part.blocks[start:stop], slot.memory)
-                try:
-                    is_staged = _touch(job, gather)
-                except BaseException:
-                    self._save_slots.release(slot)
-                    raise
+    def _stage(self, job: _Job, part_idx: int) -> bool:
+        """Copy a part into slots and hand them to the putting thread; return whether to go on."""
+        part = job.parts[part_idx]
+        for start, stop in self._batches(part):
+            objects = self._to_put(job, part_idx, range(start, stop))
+            if not objects:
+                continue
+            # While the store is spared, staging would only copy for nothing.
+            is_spared = self._guard.metrics().is_open
+            slot = None if is_spared else self._save_slots.acquire(self._settings.slot_timeout_s)
+            if slot is None:
+                return False
+            is_staged = False
+            try:
+                gather = partial(self._io.gather, part.spec_group, part.blocks[objects], slot.memory)
+                is_staged = _touch(job, gather)
+            finally:
                 if not is_staged:
                     self._save_slots.release(slot)
-                    return
-                with self._lock:
-                    job.batches_open += 1
-                self._puts.put(_Staged(job, part_idx, start, stop, slot))
+            if not is_staged:
+                return False
+            with self._lock:
+                job.batches_open += 1
+            self._puts.put(_Staged(job, part_idx, objects, slot))
+        return True
+
+    def _to_put(self, job: _Job, part_idx: int, objects: range) -> list[int]:
+        """Return the objects to put: all, or, where the job asks first, what the store says it lacks."""
+        if not job.ask_first:
+            return list(objects)
+        if job.cancelled:
+            return []
+        keys = [job.parts[part_idx].keys[idx] for idx in objects]
+        answers = self._guard.call(partial(self._store.contains, keys), lambda: None)
+        if answers is None:
+            return []
+        _check_answers(keys, answers)
+        job.marks[part_idx][objects.start : objects.stop] = bytes(map(bool, answers))
+        return [idx for idx, is_stored in zip(objects, answers, strict=True) if not is_stored]
 
     def _run_puts(self) -> None:
         for staged in _taken(self._puts):
-            self._pace((staged.stop - staged.start) * staged.job.parts[staged.part].object_bytes)
+            self._pace(len(staged.objects) * staged.job.parts[staged.part].object_bytes)
             try:
                 self._put(staged)
-            except Exception:  # noqa: BLE001 - as above
+            except BaseException:  # noqa: BLE001 - as above
                 _log.exception("putting a batch of save %d failed", staged.job.job_id)
             self._batch_done(staged.job)
 
@@ -224,14 +262,15 @@ class Mover:
     def _put(self, staged: _Staged) -> None:
         """Put a staged batch; what the store refuses for want of room is put again a few times."""
         part, marks = staged.job.parts[staged.part], staged.job.marks[staged.part]
-        left, is_held = list(range(staged.start, staged.stop)), True
+        left, is_held = staged.objects, True
+        place = {idx: position for position, idx in enumerate(staged.objects)}
         release = partial(self._save_slots.release, staged.slot)
         try:
             for attempt in range(self._settings.put_retries + 1):
                 if attempt:
                     self._clock.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
                 keys = [part.keys[idx] for idx in left]
-                sources = [_segments(staged.slot, idx - staged.start, part.object_bytes) for idx in left]
+                sources = [_segments(staged.slot, place[idx], part.object_bytes) for idx in left]
                 results = self._guard.call(partial(self._store.put, keys, sources), release)
                 if results is None:
                     is_held = False
@@ -255,7 +294,7 @@ class Mover:
                     for part_idx, part in enumerate(job.parts)
                     for start, stop in self._batches(part)
                 )
-            except Exception:  # noqa: BLE001 - as above
+            except BaseException:  # noqa: BLE001 - as above
                 _log.exception("load %d failed", job.job_id)
             self._end(job, Outcome.DONE if is_loaded else self._not_done(job))
 
@@ -288,12 +327,12 @@ class Mover:
             self._guard.call(lambda: self._store.discard(keys), lambda: None)
 
     def _batches(self, part: GroupMove) -> Iterator[tuple[int, int]]:
-        """Yield the part's objects in runs that fit a slot."""
-        count = self._settings.slot_bytes // part.object_bytes
+        """Yield the part's objects in runs that fit a slot and a store call."""
+        count = min(self._settings.slot_bytes // part.object_bytes, self._settings.batch_objects)
         if count == 0:
             raise TransferError(
                 f"an object of spec group {part.spec_group} has {part.object_bytes} bytes, a staging slot "
-                f"only {self._settings.slot_bytes}; raise the staging budget"
+                f"only {self._settings.slot_bytes}; raise slot_bytes"
             )
         for start in range(0, len(part.keys), count):
             yield start, min(start + count, len(part.keys))

@@ -59,6 +59,7 @@ class MoverSettings:
 
     Attributes:
         slot_bytes: bytes of one store call at most; an object above it cannot be moved.
+        batch_objects: objects of one store call at most, each one segment of memory; >= 1.
         num_slots: slots for saves, and as many again for loads.
         queued_jobs: jobs that wait at most, of each kind; further ones fail at once.
         put_retries: how often refused objects are put again.
@@ -70,6 +71,7 @@ class MoverSettings:
     """
 
     slot_bytes: int = 32 << 20
+    batch_objects: int = 1024
     num_slots: int = 8
     queued_jobs: int = 1024
     put_retries: int = 3

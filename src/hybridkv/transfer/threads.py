@@ -6,6 +6,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
+from hybridkv.errors import TransferError
+
 T = TypeVar("T")
 
 
@@ -35,8 +37,10 @@ class DaemonThreads:
                 return
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits
                 future.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 - what ends this thread must not end the waiting one
+                future.set_exception(TransferError(f"a call tried to end its thread: {error!r}"))
 
         self._calls.put(run)
         return future

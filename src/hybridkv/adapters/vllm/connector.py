@@ -28,7 +28,8 @@ from hybridkv.keys import KeyScheme
 from hybridkv.plan.boundaries import Retention
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import JobKind, StepPlan, WorkerReport
-from hybridkv.service.scheduler import SchedulerSettings, SchedulerSide
+from hybridkv.service.scheduler import SchedulerSide
+from hybridkv.service.settings import SchedulerSettings
 from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import Store
 from hybridkv.stores.registry import open_store, parse_store_uri
@@ -140,7 +141,6 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._side = SchedulerSide(
                 driver, self._scheme, SchedulerSettings(retention=settings.retention, pinned_blocks=pinned)
             )
-            self._prefills: dict[str, int] = {}  # tokens of requests that may have to be saved
             self._refused = set()
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 _log.warning(
@@ -218,7 +218,6 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Look the request up; its load will be asynchronous."""
-        self._prefills[request.request_id] = request.num_tokens
         hit = self._side.find_hit(
             request.request_id,
             request.num_tokens,
@@ -244,10 +243,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Plan the saves of what the step will complete; return all that the workers shall do."""
         state = scheduler_output.kv_connector_block_state
         for request_id, num_computed in _computed_after(scheduler_output):
-            if request_id in self._prefills:
+            if self._side.wants_save(request_id):
                 self._pin(self._side.advanced(request_id, num_computed, state.get_block_ids(request_id)))
-                if num_computed >= self._prefills[request_id]:
-                    del self._prefills[request_id]
         refused, self._refused = frozenset(self._refused), set()
         return StepMetadata(plan=self._side.take_step(), refused=refused)
 
@@ -263,7 +260,6 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
         """End the request; what its jobs still use stays pinned, so vLLM may free its blocks at once."""
-        self._prefills.pop(request.request_id, None)
         self._side.forget(request.request_id)
         return False, None
 
