@@ -4,7 +4,8 @@
 
 Every contender is full and warm before it is timed: each put makes room first. A round runs every contender
 once, one after the other; figures are medians over rounds, as shares of the copy loop of the same rounds:
-one call into C an object, with the same segments. LMDB and diskcache take part where they are installed.
+one call into C an object, with the same segments. All but the copy loop hash and verify payloads. LMDB and
+diskcache take part where they are installed.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from hybridkv.stores.base import GetResult, PutResult, Segments
@@ -134,21 +136,46 @@ class Local:
         self.store.close()
 
 
-class Deleting:
-    """Makes room by deleting the oldest batch, for contenders without an eviction of their own."""
+class Caretaker:
+    """Does what a contender does not: deletes the oldest batch, hashes and verifies payloads.
+
+    The digests are kept in a dictionary of this process, which is less than a store of many would need.
+    """
 
     def __init__(self, capacity_bytes: int, num_bytes: int) -> None:
         self.batches: list[Sequence[str]] = []
         self.most = capacity_bytes // (BATCH * num_bytes)
+        self.digests: dict[str, int] = {}
 
     def room_for(self, keys: Sequence[str]) -> Sequence[str]:
         """Note a batch and return the keys to delete first."""
         self.batches.append(keys)
-        return self.batches.pop(0) if len(self.batches) > self.most else ()
+        old = self.batches.pop(0) if len(self.batches) > self.most else ()
+        for key in old:
+            del self.digests[key]
+        return old
+
+    def hash(self, key: str, *pieces: bytes | memoryview) -> None:
+        """Keep the digest of a payload."""
+        self.digests[key] = _digest(pieces)
+
+    def verify(self, key: str, *pieces: bytes | memoryview) -> None:
+        """Compare a payload with its digest."""
+        if _digest(pieces) != self.digests[key]:
+            raise RuntimeError("a payload changed")
 
 
-class Lmdb(Deleting):
-    """Payloads in LMDB on tmpfs: one transaction a batch, a writable map, no sync, no checksums."""
+def _digest(pieces: Sequence[bytes | memoryview]) -> int:
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()
+
+
+class Lmdb(Caretaker):
+    """Payloads in LMDB on tmpfs: one transaction a batch, a writable map, no sync."""
 
     def __init__(self, directory: Path, capacity_bytes: int, num_bytes: int) -> None:
         import lmdb
@@ -163,19 +190,23 @@ class Lmdb(Deleting):
             for key in old:
                 transaction.delete(key.encode())
             for idx, key in enumerate(keys):
-                transaction.put(key.encode(), memory.gather(idx))
+                data = memory.gather(idx)
+                self.hash(key, data)
+                transaction.put(key.encode(), data)
 
     def get(self, keys: Sequence[str], memory: Memory) -> None:
         with self.environment.begin(buffers=True) as transaction:
             for idx, key in enumerate(keys):
-                memory.scatter(idx, transaction.get(key.encode()))
+                data = transaction.get(key.encode())
+                self.verify(key, data)
+                memory.scatter(idx, data)
 
     def close(self) -> None:
         self.environment.close()
 
 
-class Files(Deleting):
-    """One file an object on tmpfs, written under another name and renamed; no checksums."""
+class Files(Caretaker):
+    """One file an object on tmpfs, written under another name and renamed."""
 
     def __init__(self, directory: Path, capacity_bytes: int, num_bytes: int) -> None:
         super().__init__(capacity_bytes, num_bytes)
@@ -190,6 +221,7 @@ class Files(Deleting):
             self._path(key).unlink()
         for idx, key in enumerate(keys):
             path = self._path(key)
+            self.hash(key, *memory.views[idx])
             new = path.with_suffix(".new")
             fd = os.open(new, os.O_WRONLY | os.O_CREAT, 0o600)
             os.writev(fd, memory.views[idx])
@@ -201,12 +233,13 @@ class Files(Deleting):
             fd = os.open(self._path(key), os.O_RDONLY)
             os.readv(fd, memory.views[idx])
             os.close(fd)
+            self.verify(key, *memory.views[idx])
 
     def close(self) -> None:
         shutil.rmtree(self.directory)
 
 
-class DiskCache(Deleting):
+class DiskCache(Caretaker):
     """diskcache on tmpfs with its defaults: SQLite and files, one transaction an object."""
 
     def __init__(self, directory: Path, capacity_bytes: int, num_bytes: int) -> None:
@@ -219,11 +252,15 @@ class DiskCache(Deleting):
         for key in self.room_for(keys):
             self.cache.delete(key)
         for idx, key in enumerate(keys):
-            self.cache.set(key, bytes(memory.gather(idx)))
+            data = bytes(memory.gather(idx))
+            self.hash(key, data)
+            self.cache.set(key, data)
 
     def get(self, keys: Sequence[str], memory: Memory) -> None:
         for idx, key in enumerate(keys):
-            memory.scatter(idx, self.cache.get(key))
+            data = self.cache.get(key)
+            self.verify(key, data)
+            memory.scatter(idx, data)
 
     def close(self) -> None:
         self.cache.close()
