@@ -14,9 +14,9 @@ from hybridkv.errors import ConfigError
 from hybridkv.stores.base import CheckReport, GetResult, ObjectInfo, PutHint, PutResult, Segments, StoreStats
 from hybridkv.stores.batch import check_batch
 from hybridkv.stores.eviction import LruStamps, StampPolicy
+from hybridkv.stores.gate import Gate
 from hybridkv.stores.local.check import check_store
 from hybridkv.stores.local.directory import AtPoint, StoreDirectory
-from hybridkv.stores.local.gate import Gate
 from hybridkv.stores.local.geometry import KEY_WORD, Field
 from hybridkv.stores.local.index import Numbers, Words
 from hybridkv.stores.local.key_batch import KeyBatch, checksum
