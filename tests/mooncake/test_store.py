@@ -2,14 +2,18 @@ import multiprocessing
 import os
 import random
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from hybridkv.errors import StoreClosedError, StoreUnavailableError
 from hybridkv.stores.base import GetResult, PutResult
-from hybridkv.stores.mooncake import client as mooncake_client
-from hybridkv.stores.registry import open_store
+from hybridkv.stores.mooncake.client import Client
+from hybridkv.stores.mooncake.library import load_library
+from hybridkv.stores.mooncake.settings import settings_of
+from hybridkv.stores.mooncake.trial import TrialCluster
+from hybridkv.stores.registry import open_store, parse_store_uri
 from hybridkv.testing.stores import StoreTests, Workbench, payload, run_store_machine
 
 
@@ -63,7 +67,7 @@ class TestContract(StoreTests):
     def _cluster(self, cluster):
         self.uri = cluster.uri
 
-    def make_store(self, capacity_bytes):
+    def make_store(self, _capacity_bytes):
         return emptied(open_store(self.uri))
 
 
@@ -74,7 +78,7 @@ class TestContractInPlace(TestContract):
     def _cluster(self, cluster):
         self.uri = f"{cluster.uri}&pack=1"
 
-    def make_store(self, capacity_bytes):
+    def make_store(self, _capacity_bytes):
         return emptied(open_store(self.uri))
 
 
@@ -235,11 +239,6 @@ def spoil(cluster, key, change):
 
 
 def _spoil(uri, key, pipe):
-    from hybridkv.stores.mooncake.client import Client
-    from hybridkv.stores.mooncake.library import load_library
-    from hybridkv.stores.mooncake.settings import settings_of
-    from hybridkv.stores.registry import parse_store_uri
-
     raw = Client(load_library(), settings_of(parse_store_uri(uri)))._raw
     name = f"hkv:{key}"
     pipe.send(raw.get(name))
@@ -249,7 +248,7 @@ def _spoil(uri, key, pipe):
     os._exit(0)
 
 
-def test_what_others_keep_in_the_cluster_is_neither_listed_nor_counted(cluster, store):
+def test_what_others_keep_in_the_cluster_is_neither_listed_nor_counted(store):
     code = []
 
     def foreign(client):
@@ -263,7 +262,7 @@ def test_what_others_keep_in_the_cluster_is_neither_listed_nor_counted(cluster, 
     store._connection.call(lambda client: client._raw.remove("theirs", True))
 
 
-def test_listing_takes_no_lease(cluster, store):
+def test_listing_takes_no_lease(store):
     """What was only listed and counted can be removed without force."""
     Workbench(store, 1000).put("a", b"y" * 100)
     assert [info.key for info in store.list()] == ["a"]
@@ -276,7 +275,7 @@ def test_listing_takes_no_lease(cluster, store):
 
 def test_a_client_is_never_called_before_it_is_set_up_or_after_it_is_closed(cluster):
     """The bare library ends the process then."""
-    store = open_store(cluster.uri)
+    store = emptied(open_store(cluster.uri))
     bench = Workbench(store, 1000)
     client = store._connection._client
     store.close()
@@ -290,9 +289,9 @@ def test_a_client_is_never_called_before_it_is_set_up_or_after_it_is_closed(clus
 
 
 def test_closing_waits_for_the_calls_in_flight(cluster):
-    store = open_store(cluster.uri)
+    store = emptied(open_store(cluster.uri))
     bench, data, errors = Workbench(store, 2 << 20), payload(0, 1 << 20), []
-    bench.put("a", data)
+    assert bench.put("a", data) is PutResult.STORED
     began = threading.Barrier(7)
 
     def read(own):
@@ -305,11 +304,13 @@ def test_closing_waits_for_the_calls_in_flight(cluster):
             pass
         except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
+            began.abort()
 
     threads = [threading.Thread(target=read, args=(Workbench(store, 4 << 20),)) for _ in range(6)]
     for thread in threads:
         thread.start()
-    began.wait()
+    with suppress(threading.BrokenBarrierError):
+        began.wait()
     store.close()
     for thread in threads:
         thread.join(60)
@@ -345,7 +346,7 @@ def test_threads_with_large_and_small_objects(store):
 
 
 def test_a_forked_child_is_refused(cluster):
-    store = open_store(cluster.uri)
+    store = emptied(open_store(cluster.uri))
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -363,9 +364,9 @@ def test_a_forked_child_is_refused(cluster):
 def test_the_shards_of_all_ranks_are_one_group(store, monkeypatch):
     """So that Mooncake evicts them together."""
     groups = []
-    put = mooncake_client.Client.put
+    put = Client.put
     monkeypatch.setattr(
-        mooncake_client.Client,
+        Client,
         "put",
         lambda *args, **names: groups.extend(names["groups"]) or put(*args, **names),
     )
@@ -377,10 +378,8 @@ def test_the_shards_of_all_ranks_are_one_group(store, monkeypatch):
 
 
 def test_a_store_that_is_full_refuses_and_stores_again_later(tmp_path):
-    from hybridkv.stores.mooncake.trial import TrialCluster
-
     cluster = TrialCluster(tmp_path, segment_bytes=32 << 20, lease_s=1)
-    store = open_store(cluster.uri)
+    store = emptied(open_store(cluster.uri))
     try:
         bench, size = Workbench(store, 64 << 20), 1 << 20
         keys = [f"k/{idx}" for idx in range(60)]
@@ -406,7 +405,7 @@ def test_a_store_that_is_full_refuses_and_stores_again_later(tmp_path):
 
 
 def test_two_clients_of_one_process_do_not_meet(cluster):
-    first, second = open_store(cluster.uri), open_store(cluster.uri)
+    first, second = emptied(open_store(cluster.uri)), open_store(cluster.uri)
     bench = Workbench(first, 1 << 20)
     bench.put("a", payload(0, 1000))
     second.close()
@@ -416,8 +415,8 @@ def test_two_clients_of_one_process_do_not_meet(cluster):
         second.contains(["a"])
 
 
-def test_a_master_that_is_absent_is_an_error_of_the_call_not_of_the_opening(tmp_path):
+def test_a_master_that_is_absent_is_an_error_of_the_call_not_of_the_opening():
     store = open_store("mooncake://127.0.0.1:9?http=9")
-    with pytest.raises(StoreUnavailableError, match="no Mooncake master at 127.0.0.1:9"):
+    with pytest.raises(StoreUnavailableError, match="no Mooncake master at 127"):
         store.contains(["a"])
     store.close()

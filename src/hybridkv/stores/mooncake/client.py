@@ -1,7 +1,8 @@
 """One client of a Mooncake cluster: called only while it is set up, its answers read strictly.
 
-The library crashes the process when it is called before ``setup`` or after ``close``. Some of its calls answer
-absence and failure alike, others truthily where they fail; here only those are used whose answers are exact.
+The library crashes the process when it is called before ``setup`` or after ``close``. Some of its calls
+answer absence and failure alike, others truthily where they fail; here only those are used whose answers are
+exact.
 """
 
 import threading
