@@ -186,7 +186,7 @@ def test_the_master_is_absent_at_the_start(tmp_path):
 
 
 def test_a_wedged_client_is_replaced(cluster):
-    """In a process whose library has its default queues, which 4,096 slices at once for each node hang for ever."""
+    """The library has its default queues there: 4,096 slices at once for each node hang it for ever."""
     script = Path(__file__).with_name("wedged_client.py")
     queues = {
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "1024",
