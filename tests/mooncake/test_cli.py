@@ -86,9 +86,12 @@ def test_what_cannot_start_says_why(tmp_path, cluster):
     taken = cluster.uri.partition("?")[0].rpartition(":")[2]
     for arguments, reason in [
         (["--segment=1MiB"], "at least 16MiB"),
-        (["--segment=64MiB", f"--port={taken}"], "master does not start"),
+        (["--segment=64MiB", f"--port={taken}"], f"port {taken} cannot be used: Address already in use"),
         (["--segment=64MiB", "--directory=/proc/x"], "cannot be used"),
-        (["--segment=64MiB", "--detach", f"--port={taken}"], "master does not start"),
+        (
+            ["--segment=64MiB", "--detach", f"--port={taken}"],
+            f"port {taken} cannot be used: Address already in use",
+        ),
     ]:
         failed = hybridkv("mooncake", "up", f"--directory={tmp_path}", *arguments)
         assert failed.returncode == 2
@@ -120,3 +123,16 @@ def test_the_store_commands_say_when_the_master_is_away():
     failed = hybridkv("store", "ls", "mooncake://127.0.0.1:9?http=9")
     assert failed.returncode == 2
     assert "HTTP interface at 127.0.0.1:9 does not answer" in failed.stderr
+
+
+def test_a_storage_node_without_a_master_says_so_in_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridkv.stores.mooncake.node", "mooncake://127.0.0.1:9?segment=16MiB"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "hybridkv: Mooncake's client of 127.0.0.1:9 cannot be set up" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ It contributes the URI's segment to the cluster until it is told to end by SIGTE
 import signal
 import sys
 
+from hybridkv.errors import HybridKVError
 from hybridkv.stores.mooncake.client import Client
 from hybridkv.stores.mooncake.library import load_library
 from hybridkv.stores.mooncake.settings import settings_of
@@ -18,7 +19,10 @@ def main() -> None:
     """Serve, and say ``ready`` on standard output when the cluster has the memory."""
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the library starts its threads
-    client = Client(load_library(), settings_of(parse_store_uri(sys.argv[1])))
+    try:
+        client = Client(load_library(), settings_of(parse_store_uri(sys.argv[1])))
+    except HybridKVError as error:
+        sys.exit(f"hybridkv: {error}")
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     signal.sigwait(ends)

@@ -40,7 +40,7 @@ class TrialCluster:
         lease_s: how long what was looked up or read is not evicted.
 
     Raises:
-        ConfigError: Mooncake is not installed.
+        ConfigError: Mooncake is not installed, or a port is taken.
         StoreUnavailableError: a process does not start; the message has its last words.
     """
 
@@ -56,7 +56,7 @@ class TrialCluster:
     ) -> None:
         load_library()
         self._directory, self._segment_bytes, self._lease_s = directory, segment_bytes, lease_s
-        self._port, self._http_port = port or _free_port(), http_port or _free_port()
+        self._port, self._http_port = _port(port), _port(http_port)
         self.nodes: list[Process] = []
         try:
             self.master = self.start_master()
@@ -152,7 +152,16 @@ class TrialCluster:
             time.sleep(0.05)
 
 
-def _free_port() -> int:
+def _port(asked: int) -> int:
+    """Return the port, or any free one for 0.
+
+    Raises:
+        ConfigError: another process listens there.
+    """
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, asked))
+        except OSError as error:
+            raise ConfigError(f"port {asked} cannot be used: {error.strerror}") from None
         return int(probe.getsockname()[1])
