@@ -48,11 +48,11 @@ class BucketIndex:
         todo = np.arange(len(hashes))
         while todo.size:
             free = self._buckets.take(pairs[todo], axis=0) == 0
-            room = free.sum(axis=2)
-            todo, free, room = todo[room.any(axis=1)], free[room.any(axis=1)], room[room.any(axis=1)]
-            emptier = room.argmax(axis=1)
-            each = np.arange(len(todo))
-            places = pairs[todo, emptier] * BUCKET_WORDS + free[each, emptier].argmax(axis=1)
+            each, emptier = np.arange(len(todo)), free.sum(axis=2).argmax(axis=1)
+            free = free[each, emptier]
+            has_room = free.any(axis=1)
+            places = (pairs[todo, emptier] * BUCKET_WORDS + free.argmax(axis=1))[has_room]
+            todo = todo[has_room]
             self._flat[places] = entries[todo]
             # Where several chose one place the last stays; the others go again.
             stays = self._flat[places] == entries[todo]

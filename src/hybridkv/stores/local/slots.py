@@ -43,6 +43,7 @@ from hybridkv.stores.local.index import Bools, BucketIndex, Numbers, Words
 from hybridkv.stores.local.key_batch import KeyBatch
 
 RESERVED_STAMP = 1 << 62
+_ONE = np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,15 @@ class SlotTable:
 
     def find(self, keys: KeyBatch) -> Found:
         """Return which keys are published, and where."""
+        found = Found(
+            slots=np.full(len(keys.hashes), -1, dtype=np.int64),
+            heads=np.zeros((len(keys.hashes), KEY_WORD), dtype=np.uint64),
+        )
         positions, slots = self.index.candidates(keys.hashes)
-        safe = slots.clip(0, len(self.records) - 1)  # a damaged entry may name any slot
+        if not positions.size:
+            return found
+        # A damaged entry may name any slot, or -1, which is a large number without its sign.
+        safe = np.minimum(slots.view(np.uint64), np.uint64(len(self.records) - 1)).view(np.int64)
         # The generation comes first: if it is the same at the end, everything between belongs together.
         generations = self._generations[safe]
         rows = self.records.take(safe, axis=0)
@@ -104,10 +112,6 @@ class SlotTable:
         key_stop = KEY_WORD + keys.words.shape[1]
         good &= (rows[:, KEY_WORD:key_stop] == keys.words[positions]).all(axis=1)
         rows[:, Field.GENERATION] = generations
-        found = Found(
-            slots=np.full(len(keys.hashes), -1, dtype=np.int64),
-            heads=np.zeros((len(keys.hashes), KEY_WORD), dtype=np.uint64),
-        )
         found.slots[positions[good]] = slots[good]
         found.heads[positions[good]] = rows[good, :KEY_WORD]
         return found
@@ -197,12 +201,12 @@ class SlotTable:
             now, len(fresh), None if hints is None else [hints[idx] for idx in fresh.tolist()]
         )
         self._at_point("publish: record written")
-        self._generations[mine] += np.uint64(1)
+        self._generations[mine] += _ONE
         self._at_point("publish: readable")
         stored = ~taken
         stored[fresh] = self.index.insert(wanted.hashes, mine)
         self._at_point("publish: indexed")
-        self._generations[slots[~taken & ~stored]] += np.uint64(1)
+        self._generations[slots[~taken & ~stored]] += _ONE
         self._owners[slots[stored]] = 0
         self._at_point("publish: done")
         self.release(slots[~stored])
@@ -210,7 +214,8 @@ class SlotTable:
 
     def release(self, slots: Numbers) -> None:
         """Give reserved slots back; those that this store has not reserved are left alone."""
-        self._free(slots[self._owners[slots] == self._directory.owner])
+        if slots.size:
+            self._free(slots[self._owners[slots] == self._directory.owner])
 
     def discard(self, slots: Numbers) -> None:
         """Make published slots free."""
@@ -220,7 +225,7 @@ class SlotTable:
     def _unpublish(self, slots: Numbers) -> None:
         """Make slots unreadable, first to those that copy from them, then to those that look for them."""
         published = slots[_is_published(self._generations[slots])]
-        self._generations[published] += np.uint64(1)
+        self._generations[published] += _ONE
         self._at_point("evict: unreadable")
         # Also of slots that are free: whoever freed them may have been killed before the entry was deleted.
         self.index.delete(self.records[slots, Field.HASH], slots)
@@ -231,7 +236,7 @@ class SlotTable:
             self.stamps[slots] = 0
             self._at_point("free: stamp cleared")
             self._owners[slots] = 0
-            self.header[HeaderWord.CHANGES] += np.uint64(1)
+            self.header[HeaderWord.CHANGES] += _ONE
 
     # --- under the lock: reserve ---------------------------------------------------------------------------
 
@@ -268,11 +273,11 @@ class SlotTable:
         first = chunk * self.geometry.slots_per_chunk
         stop = first + self.geometry.num_slots_of(chunk, slot_bytes)
         # A record that was never used becomes free; the others are odd already.
-        self.records[first:stop, Field.GENERATION] |= np.uint64(1)
+        self.records[first:stop, Field.GENERATION] |= _ONE
         self.stamps[first:stop] = 0
         self._at_point("chunk: records ready")
         self.chunks[chunk] = slot_bytes
-        self.header[HeaderWord.CHANGES] += np.uint64(1)
+        self.header[HeaderWord.CHANGES] += _ONE
         self._at_point("chunk: assigned")
 
     def empty_chunk(self, chunk: int) -> None:
@@ -336,5 +341,5 @@ def slot_bytes_for(num_bytes: int) -> int:
 
 
 def _is_published(generations: Words) -> Bools:
-    published: Bools = (generations > 0) & (generations & np.uint64(1) == 0)
+    published: Bools = (generations > 0) & (generations & _ONE == 0)
     return published
