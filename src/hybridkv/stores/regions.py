@@ -22,6 +22,8 @@ Grid = NDArray[np.void]
 
 MIN_GRID_SEGMENTS = 8
 """Fewer segments cost less one by one than the calls into numpy that copy them all."""
+LARGE_SEGMENT_BYTES = 32 * 1024
+"""Such segments cost less one by one than the second copy that a grid needs to keep the GIL."""
 RELEASE_BYTES = 512 * 1024
 """Pieces of this size and more are copied without the GIL. For smaller ones, with one more busy thread in the
 process, getting it back would cost far more than the copy."""
@@ -132,7 +134,7 @@ class GridPieces(Pieces):
         """Copy the object's bytes over ``target``; see ``Pieces``."""
         if len(target) != self.num_bytes:
             self._refuse_size(len(target))
-        if self.num_bytes < RELEASE_BYTES:
+        if self.num_bytes < RELEASE_BYTES:  # a second copy in the cache; `take` would give up the GIL
             target[:] = self._grid[self._rows].view(np.uint8).data
         else:
             out = np.frombuffer(target, dtype=self._grid.dtype)
@@ -311,12 +313,14 @@ def _on_grid(
     counts: Numbers, firsts: Numbers, at: Numbers, offsets: Numbers, sizes: Numbers
 ) -> tuple[NDArray[np.bool_], Numbers]:
     """Tell which objects are many equal segments on one grid, and in which row of it each segment lies."""
-    many = counts >= MIN_GRID_SEGMENTS
+    first_sizes = sizes[firsts]
+    gains = (first_sizes < LARGE_SEGMENT_BYTES) | (counts * first_sizes >= RELEASE_BYTES)
+    many = gains & (counts >= MIN_GRID_SEGMENTS)
     if not many.any():
         return many, offsets
     of = firsts.repeat(counts)
     rows, rest = np.divmod(offsets, sizes[of])
-    # Large segments gain nothing, and numpy's items have less than 2 GiB.
+    # Segments copied without the GIL gain nothing, and numpy's items have less than 2 GiB.
     good = (rest == 0) & (sizes == sizes[of]) & (sizes < RELEASE_BYTES) & (at == at[of])
     return many & np.logical_and.reduceat(good, firsts), rows
 
