@@ -47,6 +47,5 @@ class KeyBatch:
         )
 
 
-def checksum(payload: memoryview, key_hash: int) -> int:
-    """Return the checksum of a payload under a key; seeded, so that a payload of another key fails too."""
-    return xxhash.xxh3_64_intdigest(payload, key_hash)
+checksum = xxhash.xxh3_64_intdigest
+"""Returns the checksum of (a payload, its key's hash); seeded, so that a payload of another key fails too."""
