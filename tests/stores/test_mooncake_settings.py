@@ -15,7 +15,7 @@ from hybridkv.stores.mooncake.master import Master
 from hybridkv.stores.mooncake.parcels import Item, cut
 from hybridkv.stores.mooncake.settings import MooncakeSettings, settings_of
 from hybridkv.stores.mooncake.staging import Slot, Staging
-from hybridkv.stores.mooncake.values import key_of, name_of, trailer
+from hybridkv.stores.mooncake.values import TRAILER_BYTES, key_of, name_of, trailer
 from hybridkv.stores.regions import RegionTable
 from hybridkv.stores.registry import parse_store_uri
 
@@ -168,13 +168,17 @@ def table():
     return found
 
 
-def shapes_of(parcels):
-    return [[load.item.name for load in parcel.loads.values()] for parcel in parcels]
+def parcels(batch, pack_bytes, slot_bytes, trailer_bytes=24):
+    return cut(batch, pack_bytes=pack_bytes, slot_bytes=slot_bytes, trailer_bytes=trailer_bytes)
+
+
+def shapes_of(cut_up):
+    return [[load.item.name for load in parcel.loads.values()] for parcel in cut_up]
 
 
 def test_small_segments_are_packed_and_large_ones_stay_in_place(table):
     batch = items(table, table.region, [("small", [10] * 9), ("large", [100, 100]), ("mixed", [190, 10])])
-    (parcel,) = cut(batch, pack_bytes=100, slot_bytes=10_000)
+    (parcel,) = parcels(batch, 100, 10_000)
     assert [load.is_packed for load in parcel.loads.values()] == [True, False, False]
     slot = Slot(1 << 30, memoryview(bytearray(10_000)), lambda: None)
     addresses, sizes = parcel.places(slot)
@@ -185,27 +189,36 @@ def test_small_segments_are_packed_and_large_ones_stay_in_place(table):
     assert parcel.num_slices == 1 + 3 + 3
 
 
+def test_without_a_trailer_one_piece_stays_in_place_however_small(table):
+    batch = items(table, table.region, [("one", [10]), ("two", [10, 10])])
+    (parcel,) = parcels(batch, 100, 1000, trailer_bytes=0)
+    assert [load.is_packed for load in parcel.loads.values()] == [False, True]
+    slot = Slot(1 << 30, memoryview(bytearray(1000)), lambda: None)
+    assert parcel.places(slot) == ([[batch[0].segments[0][0]], [1 << 30]], [[10], [20]])
+    assert parcel.num_slices == 2
+
+
 def test_segments_that_touch_are_one(table):
     start = table.region.address
     segments = [(start, 100), (start + 100, 50), (start + 150, 50), (start, 10)]
     item = Item("a", "a", table.resolve([segments])[0], segments)
-    (parcel,) = cut([item], pack_bytes=100, slot_bytes=1000)
+    (parcel,) = parcels([item], 100, 1000)
     assert list(parcel.loads[0].in_place) == [(start, 200), (start, 10)]
 
 
 def test_a_parcel_keeps_within_slices_bytes_and_names(table):
     many = items(table, table.region, [(f"k{idx}", [8]) for idx in range(600)])
-    assert [len(names) for names in shapes_of(cut(many, 100, 1 << 20))] == [256, 256, 88]
+    assert [len(names) for names in shapes_of(parcels(many, 100, 1 << 20))] == [256, 256, 88]
     tight = items(table, table.region, [(f"k{idx}", [40]) for idx in range(5)])
-    assert [len(names) for names in shapes_of(cut(tight, 100, 128))] == [2, 2, 1]
+    assert [len(names) for names in shapes_of(parcels(tight, 100, 128))] == [2, 2, 1]
     twins = items(table, table.region, [(name, [8]) for name in "abacb"])
-    assert shapes_of(cut(twins, 100, 1000)) == [["a", "b"], ["a", "c", "b"]]
+    assert shapes_of(parcels(twins, 100, 1000)) == [["a", "b"], ["a", "c", "b"]]
     huge = items(table, table.region, [("a", [8]), ("huge", [500, 500]), ("b", [8])])
-    assert shapes_of(cut(huge, 1000, 200)) == [["a"], ["huge"], ["b"]]
+    assert shapes_of(parcels(huge, 1000, 200)) == [["a"], ["huge"], ["b"]]
     wide = items(table, table.region, [("wide", [1000] * 400)])
-    (parcel,) = cut(wide, 1, 1000)
+    (parcel,) = parcels(wide, 1, 1000)
     assert parcel.num_slices == 1
-    assert list(cut([], 1, 1)) == []
+    assert list(parcels([], 1, 1)) == []
 
 
 def test_slots_are_lent_and_large_objects_get_memory_of_their_own():
@@ -234,8 +247,8 @@ def test_the_trailer_is_of_the_name_the_length_and_the_bytes():
         bytes(data), seed=seed
     ).to_bytes(8, "little")
     others = [trailer("m", 100, [data]), trailer("n", 99, [data]), trailer("n", 100, [data[1:]])]
-    assert whole not in [*others, trailer("n", 100, None)]
-    assert len(trailer("n", 100, None)) == 24
+    assert whole not in [*others, trailer("n", 100, [data, data])]
+    assert len(whole) == TRAILER_BYTES
 
 
 @pytest.mark.parametrize("key", ["a", "hkv1/f/0/0/ab", "a,b", ",", "".join(map(chr, range(0x21, 0x7F)))])

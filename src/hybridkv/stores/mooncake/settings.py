@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridkv.errors import ConfigError
+from hybridkv.stores.mooncake.values import TRAILER_BYTES
 from hybridkv.suggest import nearest
 from hybridkv.units import parse_bytes
 
@@ -107,6 +108,11 @@ class MooncakeSettings:
     def has_leaders(self) -> bool:
         """Whether the master is found through a store of leaders instead of by its address."""
         return "://" in self.master
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes after each payload."""
+        return TRAILER_BYTES if self.is_checksummed else 0
 
     @property
     def address(self) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from hybridkv.stores.mooncake.master import ClusterCounts, Master
 from hybridkv.stores.mooncake.parcels import Item
 from hybridkv.stores.mooncake.settings import MooncakeSettings, settings_of
 from hybridkv.stores.mooncake.transfers import SPOILED, Transfers
-from hybridkv.stores.mooncake.values import TRAILER_BYTES, group_of, key_of, name_of
+from hybridkv.stores.mooncake.values import key_of, name_of
 from hybridkv.stores.regions import Region, RegionTable
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class MooncakeStore:
         self._connection = Connection(load_library(), settings, self._clock)
         self._transfers = Transfers(self._connection, settings)
         self._master = Master(settings.http)
+        self._trailer_bytes = settings.trailer_bytes
         self._counting = threading.Lock()
         self._stored_objects = self._stored_bytes = self._corrupt_objects = 0
         self._counts_before = self._counts_now()
@@ -202,7 +203,7 @@ class MooncakeStore:
         for name, num_bytes in self._master.sizes(names):
             key = key_of(name)
             if key is not None:
-                yield ObjectInfo(key=key, num_bytes=num_bytes - TRAILER_BYTES)
+                yield ObjectInfo(key=key, num_bytes=num_bytes - self._trailer_bytes)
 
     def stats(self) -> StoreStats:
         """Return the counts of this moment; evictions are the whole cluster's since this store was opened.
@@ -249,7 +250,7 @@ class MooncakeStore:
 
     def _items(self, keys: Sequence[str], batch: Sequence[Segments]) -> builtins.list[Item]:
         return [
-            Item(name_of(key), group_of(key), pieces, segments)
+            Item(key, name_of(key), pieces, segments)
             for key, pieces, segments in zip(keys, self._regions.resolve(batch), batch, strict=True)
         ]
 

@@ -12,8 +12,10 @@ from hybridkv.stores.mooncake.connection import Connection
 from hybridkv.stores.mooncake.parcels import Item, Load, Parcel, cut
 from hybridkv.stores.mooncake.settings import MooncakeSettings
 from hybridkv.stores.mooncake.staging import Slot, Staging
-from hybridkv.stores.mooncake.values import TRAILER_BYTES, trailer
+from hybridkv.stores.mooncake.values import trailer as trailer_of
 
+MAX_UNDER_WAY = 2
+"""Parcels of one batch: one travels while another is packed or unpacked; more only compete for the wire."""
 NOT_MOVED = 1 - 2**30
 """The code of an object that was not moved: Mooncake stopped answering before its turn."""
 SPOILED = 2 - 2**30
@@ -69,28 +71,22 @@ class Transfers:
 
     def _pack(self, load: Load, slot: Slot) -> None:
         """Write what is staged of an object into the slot."""
-        item, staged = load.item, load.staged(slot)
-        payload = staged[:-TRAILER_BYTES]
+        payload, trailer = load.staged(slot)
         if load.is_packed:
-            item.pieces.gather_into(payload)
-        staged[-TRAILER_BYTES:] = self._trailer(load, payload)
+            load.item.pieces.gather_into(payload)
+        if trailer:
+            trailer[:] = _trailer(load, payload)
 
     def _unpack(self, load: Load, slot: Slot) -> int:
         """Verify an object that was fetched, and scatter it where it was packed."""
-        staged = load.staged(slot)
-        payload = staged[:-TRAILER_BYTES]
-        if staged[-TRAILER_BYTES:] != self._trailer(load, payload):
+        if not load.num_staged:
+            return OK
+        payload, trailer = load.staged(slot)
+        if trailer and trailer != _trailer(load, payload):
             return SPOILED
         if load.is_packed:
             load.item.pieces.scatter(payload)
         return OK
-
-    def _trailer(self, load: Load, payload: memoryview) -> bytes:
-        """Return the trailer that the bytes in memory should have."""
-        pieces = [payload] if load.is_packed else load.item.pieces.views
-        return trailer(
-            load.item.name, load.item.pieces.num_bytes, pieces if self._settings.is_checksummed else None
-        )
 
     def _carry(
         self,
@@ -103,7 +99,12 @@ class Transfers:
         codes = [NOT_MOVED] * len(items)
         under_way: deque[_UnderWay] = deque()
         failure: StoreUnavailableError | None = None
-        parcels = cut(items, self._settings.pack_bytes, self._staging.slot_bytes)
+        parcels = cut(
+            items,
+            pack_bytes=self._settings.pack_bytes,
+            slot_bytes=self._staging.slot_bytes,
+            trailer_bytes=self._settings.trailer_bytes,
+        )
         try:
             for parcel in parcels:
                 slot = self._slot(parcel, under_way, codes, unpack)
@@ -136,6 +137,8 @@ class Transfers:
     ) -> Slot:
         """Return a free slot; nobody waits for one while holding others."""
         while True:
+            if len(under_way) == MAX_UNDER_WAY:
+                self._collect(under_way.popleft(), codes, unpack)
             slot = self._staging.take(parcel.num_staged, 0 if under_way else self._settings.timeout_s)
             if slot is not None:
                 return slot
@@ -155,3 +158,9 @@ class Transfers:
                 codes[idx] = unpack(load, sent.slot) if code == OK else code
         finally:
             sent.slot.give_back()
+
+
+def _trailer(load: Load, payload: memoryview) -> bytes:
+    """Return the trailer of the bytes that lie in memory."""
+    pieces = [payload] if load.is_packed else load.item.pieces.views
+    return trailer_of(load.item.name, load.item.pieces.num_bytes, pieces)

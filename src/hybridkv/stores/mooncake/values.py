@@ -1,8 +1,7 @@
-"""What lies under a name in Mooncake: an object's payload and a trailer that proves it.
+"""What lies under a name in Mooncake: a payload and, unless checksums are off, a trailer that proves it.
 
 The trailer is 24 bytes, little-endian: magic (uint64), bytes of the payload (uint64), checksum (uint64). The
 checksum is XXH3-64 of the payload, seeded with that of the name: one under another's name is found out too.
-Without checksums the magic is another one.
 """
 
 import struct
@@ -17,8 +16,7 @@ MARK = "hkv:"
 TRAILER_BYTES = 24
 
 _TRAILER = struct.Struct("<QQQ")
-_CHECKED = int.from_bytes(b"hkv-xxh3", "little")
-_UNCHECKED = int.from_bytes(b"hkv-none", "little")
+_MAGIC = int.from_bytes(b"hkv-xxh3", "little")
 _COMMA, _STAND_IN = ",", " "  # the master's HTTP interface separates names by commas; no key has a space
 
 
@@ -37,16 +35,8 @@ def group_of(key: str) -> str:
     return MARK + without_rank(key)
 
 
-def trailer(name: str, num_bytes: int, pieces: Sequence[memoryview] | None) -> bytes:
-    """Return the trailer of a payload.
-
-    Args:
-        name: under which it is stored.
-        num_bytes: of the payload.
-        pieces: the payload, which is hashed; ``None`` for a trailer without checksum.
-    """
-    if pieces is None:
-        return _TRAILER.pack(_UNCHECKED, num_bytes, 0)
+def trailer(name: str, num_bytes: int, pieces: Sequence[memoryview]) -> bytes:
+    """Return the trailer of a payload of ``num_bytes``, in some pieces, under a name."""
     if len(pieces) == 1:
         checksum = xxhash.xxh3_64_intdigest(pieces[0], seed=_seed(name))
     else:
@@ -54,7 +44,7 @@ def trailer(name: str, num_bytes: int, pieces: Sequence[memoryview] | None) -> b
         for piece in pieces:
             state.update(piece)
         checksum = state.intdigest()
-    return _TRAILER.pack(_CHECKED, num_bytes, checksum)
+    return _TRAILER.pack(_MAGIC, num_bytes, checksum)
 
 
 def _seed(name: str) -> int:
