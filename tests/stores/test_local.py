@@ -231,6 +231,14 @@ def test_the_last_chunk_may_be_shorter(path):
     assert put_many(bench, [f"large/{idx}" for idx in range(17)], 2 * SLOT).count(STORED) == 17
 
 
+def test_a_last_chunk_too_short_for_the_size_that_needs_room_is_not_emptied_for_it(path):
+    bench = Workbench(LocalStore(path, 159 * SLOT), 600 * SLOT)  # 17 chunks of 9 slots, one of 6
+    assert put_many(bench, [f"old/{idx}" for idx in range(18)], 5 * SLOT) == [STORED] * 18
+    results = put_many(bench, [f"large/{idx}" for idx in range(18)], 9 * SLOT)
+    assert results == [STORED] * 17 + [REFUSED]
+    assert bench.store.stats().objects == 17 + 1
+
+
 def test_reservations_of_a_store_that_vanished_are_free_again(bench, path):
     other = LocalStore(path)
     put_many(bench, [f"old/{idx}" for idx in range(64)])

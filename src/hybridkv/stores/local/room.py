@@ -148,11 +148,17 @@ class Room:
         return best
 
     def _whole_chunks(self, slot_bytes: int, need: Need) -> tuple[Numbers, Numbers]:
-        """Return chunks of a class, without a shorter last one, and their slots, one row a chunk."""
+        """Return chunks of a class with room for the need, and their slots, one row a chunk.
+
+        A shorter last chunk that has fewer slots of the class than the others is left out.
+        """
         geometry = self._table.geometry
         count = geometry.chunk_bytes // slot_bytes
         chunks = self._table.chunks_of(slot_bytes)
-        is_whole = [geometry.num_slots_of(chunk, slot_bytes) == count for chunk in chunks.tolist()]
-        chunks = chunks[np.array(is_whole, dtype=np.bool_)]
+        fits = [
+            geometry.num_slots_of(chunk, slot_bytes) == count and geometry.num_slots_of(chunk, need.slot_bytes)
+            for chunk in chunks.tolist()
+        ]
+        chunks = chunks[np.array(fits, dtype=np.bool_)]
         chunks = chunks[~np.isin(chunks, need.keep // geometry.slots_per_chunk)]
         return chunks, chunks[:, None] * geometry.slots_per_chunk + np.arange(count)
