@@ -86,6 +86,12 @@ def bench(path, points):
     bench.store.close()
 
 
+def vanish(store):
+    """Leave what a killed process leaves: the file of its id, but no lock."""
+    os.close(store._directory._own_fd)
+    store._directory._own_fd = -1
+
+
 @pytest.fixture
 def other(bench, path):  # noqa: ARG001 - it makes the directory
     other = Workbench(LocalStore(path), 200 * SLOT)
@@ -246,10 +252,29 @@ def test_reservations_of_a_store_that_vanished_are_free_again(bench, path):
         other._table.take(other._table.published()[:32])
     assert bench.store.check().reserved_objects == 32
     assert put_many(bench, [f"new/{idx}" for idx in range(64)]).count(STORED) == 32
-    os.close(other._directory._own_fd)  # what a killed process leaves: the file, but no lock
-    other._directory._own_fd = -1
+    vanish(other)
     assert put_many(bench, [f"newer/{idx}" for idx in range(64)]) == [STORED] * 64
     assert bench.store.check().reserved_objects == 0
+
+
+def test_another_size_gets_the_chunks_in_which_a_store_that_vanished_had_reservations(bench, path):
+    other = LocalStore(path)
+    put_many(bench, [f"old/{idx}" for idx in range(64)])
+    with other._directory.locked():
+        other._table.take(other._table.published()[::4])  # one in each chunk
+    vanish(other)
+    assert put_many(bench, [f"large/{idx}" for idx in range(32)], 2 * SLOT) == [STORED] * 32
+
+
+def test_a_late_readers_stamp_hides_no_reservation_of_a_store_that_vanished(bench, path):
+    other = LocalStore(path)
+    put_many(bench, [f"old/{idx}" for idx in range(64)])
+    with other._directory.locked():
+        reserved = other._table.published()[:32]
+        other._table.take(reserved)
+    bench.store._table.served(reserved, bench.store._table.now())
+    vanish(other)
+    assert put_many(bench, [f"new/{idx}" for idx in range(64)]) == [STORED] * 64
 
 
 def test_calls_in_flight_end_before_the_store_closes(bench, points):

@@ -103,18 +103,29 @@ class Room:
         """Look at a whole class for its oldest slots; what dead stores hold there is reaped first."""
         table = self._table
         slots = table.class_slots(need.slot_bytes)
-        stamps = table.stamps[slots]
-        reserved = slots[stamps == RESERVED_STAMP]
-        if (table.records[reserved, Field.OWNER] != self._owner).any():
-            table.reap()
-            stamps = table.stamps[slots]
+        self._reap_reserved(slots[table.stamps[slots] == RESERVED_STAMP])
+        scan = self._oldest(slots, need)
+        # A late reader's stamp may hide a reservation until it is among the oldest.
+        if self._reap_reserved(scan.slots):
+            scan = self._oldest(slots, need)
+        self._scans[need.slot_bytes] = scan
+        return scan
+
+    def _oldest(self, slots: Numbers, need: Need) -> _Scan:
+        stamps = self._table.stamps[slots]
         count = min(len(slots), max(MIN_CANDIDATES, need.count, len(slots) // CANDIDATE_SHARE))
         oldest = np.argpartition(stamps, count - 1)[:count] if count else slots
         oldest = oldest[np.argsort(stamps[oldest], kind="stable")]
         oldest = oldest[stamps[oldest] < RESERVED_STAMP]
-        scan = _Scan(self._changes(), slots[oldest], stamps[oldest])
-        self._scans[need.slot_bytes] = scan
-        return scan
+        return _Scan(self._changes(), slots[oldest], stamps[oldest])
+
+    def _reap_reserved(self, slots: Numbers) -> bool:
+        """Reap if other stores, maybe dead ones, have reserved any of the slots; tell whether."""
+        owners = self._table.records[slots, Field.OWNER]
+        is_reserved = bool(((owners != 0) & (owners != self._owner)).any())
+        if is_reserved:
+            self._table.reap()
+        return is_reserved
 
     def _add_chunk(self, need: Need, *, older_than: int) -> bool:
         """Give the class a chunk more: one without a class, else another class's that is old enough."""
@@ -134,6 +145,8 @@ class Room:
         """Return the unused chunk of another class whose median stamp is the oldest, if old enough."""
         table = self._table
         best, best_median = None, older_than
+        if older_than:
+            self._reap_reserved(table.all_slots())
         for other in table.classes() if older_than else ():
             if other == need.slot_bytes:
                 continue
