@@ -9,9 +9,10 @@ import pytest
 from hybridkv.errors import StoreClosedError
 from hybridkv.stores.base import GetResult, PutHint, PutResult
 from hybridkv.stores.eviction import LruStamps
-from hybridkv.stores.local.geometry import ARENA_SHIFT, KEY_WORD, Field, Geometry
+from hybridkv.stores.local.geometry import ARENA_SHIFT, BUCKET_WORDS, KEY_WORD, Field, Geometry
 from hybridkv.stores.local.index import BucketIndex
 from hybridkv.stores.local.putting import STEP_KEYS
+from hybridkv.stores.local.slots import SlotTable
 from hybridkv.stores.local.store import LocalStore
 from hybridkv.testing.stores import StoreTests, Workbench, payload, run_store_machine
 
@@ -342,9 +343,34 @@ def test_check_finds_and_fixes_a_damaged_index(bench):
     assert bench.store.check().stale_entries == 0
 
 
+def test_a_repair_that_is_interrupted_loses_nothing_and_hides_nothing(bench, other, monkeypatch):
+    keys = [f"{idx}" for idx in range(20)]
+    put_many(bench, keys)
+
+    def interrupt(*_):
+        seen.append(other.store.contains(keys))
+        raise KeyboardInterrupt
+
+    seen = []
+    monkeypatch.setattr(SlotTable, "reindex", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.store.check(fix=True)
+    assert seen == [[True] * 20]
+    assert bench.store.check().num_errors == 0
+
+
+def test_check_fixes_entries_at_a_wrong_place(bench):
+    put_many(bench, ["a"])
+    index = bench.store._table.index._flat
+    index[:] = np.roll(index, BUCKET_WORDS)
+    assert bench.store.check(fix=True).lost_objects == 1
+    report = bench.store.check()
+    assert (report.objects, report.num_errors, report.stale_entries) == (1, 0, 0)
+
+
 def test_an_object_that_was_lost_and_put_again_is_kept_once(bench):
     bench.put("a", payload("a", SLOT))
-    bench.store._table.index.clear()
+    bench.store._table.index._flat[:] = 0
     assert bench.put("a", payload("a", SLOT)) is STORED
     assert bench.store.check(fix=True).lost_objects == 1
     assert bench.store.check().objects == 1
@@ -378,7 +404,7 @@ def test_full_buckets_overflow_into_their_twins_and_then_refuse():
     found = index.find(hashes, lambda positions, found: positions == found)
     assert (found >= 0).tolist() == done.tolist()
     index.delete(hashes, slots)
-    assert not index.entries()[0].size
+    assert not index._flat.any()
 
 
 def test_hashes_that_look_alike_are_told_apart_by_their_records():

@@ -169,7 +169,8 @@ class Room:
         count = geometry.chunk_bytes // slot_bytes
         chunks = self._table.chunks_of(slot_bytes)
         fits = [
-            geometry.num_slots_of(chunk, slot_bytes) == count and geometry.num_slots_of(chunk, need.slot_bytes)
+            geometry.num_slots_of(chunk, slot_bytes) == count
+            and geometry.num_slots_of(chunk, need.slot_bytes)
             for chunk in chunks.tolist()
         ]
         chunks = chunks[np.array(fits, dtype=np.bool_)]
