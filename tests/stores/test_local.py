@@ -156,6 +156,20 @@ def test_a_put_that_fails_gives_its_reservation_back(bench, monkeypatch):
     assert put_many(bench, [f"{idx}" for idx in range(64)]) == [STORED] * 64
 
 
+@pytest.mark.parametrize("point", ["publish: record written", "publish: readable", "publish: indexed"])
+def test_a_put_that_fails_while_it_publishes_leaves_whole_objects_or_none(bench, points, point):
+    def fail():
+        raise RuntimeError("broken")
+
+    points.actions[point] = fail
+    with pytest.raises(RuntimeError, match="broken"):
+        put_many(bench, ["a", "b"])
+    report = bench.store.check()
+    assert (report.num_errors, report.reserved_objects) == (0, 0)
+    assert report.objects == sum(bench.store.contains(["a", "b"]))
+    assert put_many(bench, [f"{idx}" for idx in range(64)]) == [STORED] * 64
+
+
 def test_a_put_never_evicts_what_a_reader_began_to_use_meanwhile(bench, other, points):
     put_many(bench, [f"old/{idx}" for idx in range(64)])
     points.actions["put: one payload copied"] = lambda: other.get("old/1", SLOT)

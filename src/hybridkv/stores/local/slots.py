@@ -209,7 +209,7 @@ class SlotTable:
 
     def release(self, slots: Numbers) -> None:
         """Give reserved slots back; those that this store has not reserved are left alone."""
-        self._free(slots[self.records[slots, Field.OWNER] == self._directory.owner])
+        self._settle(slots[self.records[slots, Field.OWNER] == self._directory.owner])
 
     def discard(self, slots: Numbers) -> None:
         """Make published slots free."""
@@ -301,14 +301,17 @@ class SlotTable:
         known = self._directory.owners() | set(np.unique(owners[owners > 0]).tolist())
         for owner in known - {self._directory.owner}:
             if self._directory.is_dead(owner):
-                left = slots[owners == owner]
-                published = _is_published(self.records[left, Field.GENERATION])
-                self.reindex(left[published])
-                self._at_point("reap: published completed")
-                self._free(left[~published])
-                self._at_point("reap: reserved freed")
+                self._settle(slots[owners == owner])
                 self._directory.forget_owner(owner)
                 self._at_point("reap: owner forgotten")
+
+    def _settle(self, owned: Numbers) -> None:
+        """Complete the slots of one store that are readable already, and free the others."""
+        published = _is_published(self.records[owned, Field.GENERATION])
+        self.reindex(owned[published])
+        self._at_point("settle: published completed")
+        self._free(owned[~published])
+        self._at_point("settle: reserved freed")
 
     def reindex(self, slots: Numbers) -> None:
         """Put published slots into the index again, ownerless; what another slot holds too is freed."""
