@@ -62,13 +62,17 @@ class LocalStore:
         self.path = path
         self._gate, self._regions = Gate(), RegionTable()
         self._directory = StoreDirectory(path, capacity_bytes, at_point)
-        self._table = SlotTable(self._directory, LruStamps() if policy is None else policy, at_point)
-        self._putting = Putting(self._directory, self._table, at_point)
-        self._arena = self._directory.arena.data
-        self._corrupt_objects = 0
-        with self._directory.locked():
-            self._table.let_time_go_on()
-            self._table.reap()
+        try:
+            self._table = SlotTable(self._directory, LruStamps() if policy is None else policy, at_point)
+            self._putting = Putting(self._directory, self._table, at_point)
+            self._arena = self._directory.arena.data
+            self._corrupt_objects = 0
+            with self._directory.locked():
+                self._table.let_time_go_on()
+                self._table.reap()
+        except BaseException:
+            self._directory.close()
+            raise
         _open_stores.add(self)
 
     def register(self, buffer: "Buffer") -> Region:
@@ -196,6 +200,7 @@ class LocalStore:
             _open_stores.discard(self)
             self._directory.close()
             self._regions.clear()
+            del self._table, self._putting, self._arena  # and with them the mappings
 
     def abandon_after_fork(self) -> None:
         """Make a forked child's store unusable: the parent's locks and reservations are not its own."""
