@@ -59,7 +59,13 @@ def test_a_new_directory_needs_a_capacity_and_an_old_one_has_it(path):
 
 
 @pytest.mark.parametrize(
-    "uri", ["local://?capacity=1GiB", "local:///?capacity=1GiB", "local://host/x?capacity=1GiB"]
+    "uri",
+    [
+        "local://?capacity=1GiB",
+        "local:///?capacity=1GiB",
+        "local:///a%00b?capacity=1GiB",
+        "local://host/x?capacity=1GiB",
+    ],
 )
 def test_a_uri_without_an_absolute_path_is_a_config_error(uri):
     with pytest.raises(ConfigError, match="three slashes"):

@@ -1,13 +1,12 @@
 """Verifies a local store: payloads against their checksums, records against the index."""
 
 import numpy as np
-import xxhash
 
 from hybridkv.stores.base import CheckReport
 from hybridkv.stores.local.directory import StoreDirectory
 from hybridkv.stores.local.geometry import KEY_WORD, Field
 from hybridkv.stores.local.index import Bools, Numbers
-from hybridkv.stores.local.key_batch import checksum
+from hybridkv.stores.local.key_batch import checksum, key_of
 from hybridkv.stores.local.slots import SlotTable
 
 
@@ -61,10 +60,9 @@ def _verified(directory: StoreDirectory, table: SlotTable, slots: Numbers) -> Bo
     ):
         record = table.records[slot].copy()
         key_hash, num_bytes = int(record[Field.HASH]), int(record[Field.NUM_BYTES])
-        key = record[KEY_WORD:].tobytes()[: int(record[Field.KEY_CHARS])]
         good[idx] = (
             0 < num_bytes <= room
-            and xxhash.xxh3_64_intdigest(key) == key_hash
+            and key_of(record) is not None
             and checksum(arena[place : place + num_bytes], key_hash) == int(record[Field.CHECKSUM])
         )
     return good

@@ -17,9 +17,9 @@ from hybridkv.stores.eviction import LruStamps, StampPolicy
 from hybridkv.stores.local.check import check_store
 from hybridkv.stores.local.directory import AtPoint, StoreDirectory
 from hybridkv.stores.local.gate import Gate
-from hybridkv.stores.local.geometry import KEY_WORD, Field
+from hybridkv.stores.local.geometry import Field
 from hybridkv.stores.local.index import Numbers, Words
-from hybridkv.stores.local.key_batch import KeyBatch, checksum
+from hybridkv.stores.local.key_batch import KeyBatch, checksum, key_of
 from hybridkv.stores.local.putting import Putting
 from hybridkv.stores.local.slots import SlotTable
 from hybridkv.stores.regions import Pieces, Region, RegionTable
@@ -168,10 +168,13 @@ class LocalStore:
                 self._table.discard(slots[slots >= 0])
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects, as they were at the call, whose key begins with ``prefix``."""
+        """Yield the objects, as they were at the call, whose key begins with ``prefix``.
+
+        One whose record is damaged has no key and is left to ``check``.
+        """
         with self._gate.inside(), self._directory.locked():
             rows = self._table.records[self._table.published()]
-        return (info for info in map(_info, rows) if info.key.startswith(prefix))
+        return (info for info in map(_info, rows) if info is not None and info.key.startswith(prefix))
 
     def stats(self) -> StoreStats:
         """Return the counts of this moment."""
@@ -210,11 +213,13 @@ class LocalStore:
         self._directory.drop_files()
 
 
-def _info(record: Words) -> ObjectInfo:
-    key = bytes(record[KEY_WORD:])[: int(record[Field.KEY_CHARS])].decode("ascii", "replace")
+def _info(record: Words) -> ObjectInfo | None:
+    key = key_of(record)
+    if key is None:
+        return None
     # A wall clock that was set back makes no age negative.
     age_s = max(0, time.time_ns() - int(record[Field.STORED_AT])) / 1e9
-    return ObjectInfo(key=key, num_bytes=int(record[Field.NUM_BYTES]), age_s=age_s)
+    return ObjectInfo(key=key.decode(), num_bytes=int(record[Field.NUM_BYTES]), age_s=age_s)
 
 
 def _abandon_all() -> None:
@@ -233,7 +238,7 @@ def open_local(uri: "StoreUri") -> LocalStore:
         StoreError: the directory cannot be used.
     """
     uri.check_settings("capacity")
-    if uri.authority or not uri.path.strip("/"):
+    if uri.authority or not uri.path.strip("/") or "\0" in uri.path:
         raise ConfigError(
             "a local store is a directory: write local:///path?capacity=64GiB, with three slashes"
         )
