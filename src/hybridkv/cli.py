@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hybridkv import __version__
+from hybridkv.cli_mooncake import mooncake_app
 from hybridkv.cli_output import JsonFile, show, write_json
 from hybridkv.cli_store import store_app
 from hybridkv.errors import ConfigError, CorruptPayloadError, HybridKVError
@@ -34,6 +35,7 @@ app = typer.Typer(
     help="KV cache outside the serving engine, for models that mix kinds of attention.",
 )
 app.add_typer(store_app, name="store")
+app.add_typer(mooncake_app, name="mooncake")
 
 MAX_MESSAGE_CHARS = 2000
 

@@ -76,12 +76,14 @@ def _list(store: Store) -> Iterator[ObjectInfo]:
 
 
 @store_app.command("stat")
-def stat(uri: Uri, json_file: JsonFile = None) -> None:
+def stat(uri: Uri, namespace: Namespace = None, json_file: JsonFile = None) -> None:
     """Show what a store holds, by namespace and spec group."""
+    chosen = Filter(namespace=namespace, spec_group=None, rank=None, older_than_s=None)
     with closing(open_store(uri)) as store:
         if not isinstance(store, ReportsStats):
             raise ConfigError(f"a {type(store).__name__} does not count its objects")
-        capacity_bytes, infos = store.stats().capacity_bytes, list(_list(store))
+        capacity_bytes = store.stats().capacity_bytes
+        infos = list(filter(chosen.selects, _list(store)))
     objects, num_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for info in infos:
         parts = _parts(info.key)
@@ -152,10 +154,11 @@ def rm(
 
 
 @store_app.command("clear")
-def clear(uri: Uri, json_file: JsonFile = None) -> None:
-    """Remove all objects; the store itself stays."""
+def clear(uri: Uri, namespace: Namespace = None, json_file: JsonFile = None) -> None:
+    """Remove all objects, or all of a namespace; the store itself stays."""
+    chosen = Filter(namespace=namespace, spec_group=None, rank=None, older_than_s=None)
     with closing(open_store(uri)) as store:
-        _remove(store, [info.key for info in _list(store)], json_file)
+        _remove(store, [info.key for info in filter(chosen.selects, _list(store))], json_file)
 
 
 def _remove(store: Store, keys: list[str], json_file: JsonFile) -> None:

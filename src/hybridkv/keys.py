@@ -304,6 +304,20 @@ def key_parts(key: str) -> KeyParts:
     return KeyParts(parts[1], int(parts[2]), int(parts[3]), parts[4])
 
 
+def without_rank(key: str) -> str:
+    """Return what the keys of all ranks of an object have in common; a key of another scheme as it is.
+
+    Example:
+        >>> without_rank("hkv1/0f3a/1/0/9bc4")
+        'hkv1/0f3a/1/9bc4'
+    """
+    try:
+        parts = key_parts(key)
+    except KeySchemeError:
+        return key
+    return f"{SCHEME}/{parts.fingerprint}/{parts.spec_group}/{parts.block_hash}"
+
+
 def spec_group_of(key: str) -> int:
     """Return the spec group that a key names.
 

@@ -415,18 +415,20 @@ def test_full_buckets_overflow_into_their_twins_and_then_refuse():
     slots = np.arange(40)
     done = index.insert(hashes, slots)
     assert done.sum() == 16
-    found = index.find(hashes, lambda positions, found: positions == found)
-    assert (found >= 0).tolist() == done.tolist()
+    positions, found = index.candidates(hashes)
+    assert sorted(positions[positions == found].tolist()) == np.flatnonzero(done).tolist()
     index.delete(hashes, slots)
     assert not index._flat.any()
 
 
-def test_hashes_that_look_alike_are_told_apart_by_their_records():
+def test_hashes_that_look_alike_are_candidates_of_each_other():
     index = BucketIndex(np.zeros(16 * 8, dtype=np.uint64))
     hashes = np.full(5, 1 << 40, dtype=np.uint64)
     assert index.insert(hashes, np.arange(5)).all()
-    assert index.find(hashes, lambda positions, found: positions == found).tolist() == [0, 1, 2, 3, 4]
-    assert index.find(hashes, lambda _, found: found > 9).tolist() == [-1] * 5
+    positions, found = index.candidates(hashes)
+    assert set(zip(positions.tolist(), found.tolist(), strict=True)) == {
+        (position, slot) for position in range(5) for slot in range(5)
+    }
 
 
 def test_slots_begin_half_a_page_apart_from_users_memory(bench):

@@ -13,13 +13,14 @@ from functools import partial
 from itertools import islice
 from threading import Lock
 
+from hybridkv.breaker import Breaker
 from hybridkv.clock import Clock, MonotonicClock
 from hybridkv.errors import ConfigError, StoreClosedError, StoreError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.lookup import Ask, Lookup, LookupResult
 from hybridkv.stores.base import Store
-from hybridkv.transfer.guard import Breaker, GuardSettings
-from hybridkv.transfer.threads import DaemonThreads
+from hybridkv.threads import DaemonThreads
+from hybridkv.transfer.guard import GuardSettings
 
 MAX_KEYS = 4096
 """Keys in one call at most: beyond it a call gains nothing and only blocks for longer."""
@@ -119,7 +120,8 @@ class LookupDriver:
             raise ConfigError(f"max_keys is {max_keys}; give at least 1")
         self._store, self._scheme, self._max_keys = store, scheme, max_keys
         self._clock = MonotonicClock() if clock is None else clock
-        self._breaker = Breaker(breaker or GuardSettings(), self._clock)
+        breaker = breaker or GuardSettings()
+        self._breaker = Breaker(breaker.failures_to_open, breaker.open_s, self._clock)
         self._threads = DaemonThreads(MAX_CALLS, "hybridkv-lookup")
         self._lock = Lock()
         self._closed = False

@@ -1,20 +1,17 @@
 """The demonstration: one chat, three models, a prefix-only cache beside hybridkv at equal capacity."""
 
-import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from hybridkv.errors import StoreUnavailableError
 from hybridkv.plan.boundaries import Retention
 from hybridkv.sim.generate import generate_trace
+from hybridkv.sim.pair import EnginePair
 from hybridkv.sim.replay import Replay, ReplaySettings
 from hybridkv.sim.report import ReplayReport
 from hybridkv.sim.trace import TraceRequest
@@ -58,7 +55,7 @@ def run_demo() -> Iterator[DemoRow]:
     a model has an eighth of what the prefix-only one would write into an unbounded store.
     """
     requests = _requests()
-    with _two_engines() as engines:
+    with EnginePair(_requests) as engines:
         for model in MODELS:
             layout = find_layout(model)
             unbounded = Replay(_settings(prefix_only(layout), "memory://", "all", move_bytes=False))
@@ -67,7 +64,7 @@ def run_demo() -> Iterator[DemoRow]:
                 kept = prefix_only(layout) if cache == "prefix-only" else layout
                 with tempfile.TemporaryDirectory(dir=_fast_directory()) as directory:
                     uri = f"local://{directory}/store?capacity={capacity_bytes}"
-                    report = _replay(engines, _settings(kept, uri, retention, move_bytes=True))
+                    report = engines.replay(_settings(kept, uri, retention, move_bytes=True))
                 yield DemoRow(cache=cache, capacity_bytes=capacity_bytes, report=report)
 
 
@@ -88,59 +85,6 @@ def _settings(layout: Layout, uri: str, retention: Retention, *, move_bytes: boo
 
 def _fast_directory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - tmpfs, where there is one
-
-
-@contextmanager
-def _two_engines() -> Iterator[list[Connection]]:
-    """Start two engine processes and yield the pipes that take settings and give reports."""
-    context = multiprocessing.get_context("spawn")
-    batons = context.Pipe()
-    pipes, processes = [], []
-    for turn, baton in enumerate(batons):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_engine, args=(theirs, baton, turn), daemon=True))
-        processes[-1].start()
-        for end in (theirs, baton):  # so that an engine that dies is noticed
-            end.close()
-        pipes.append(ours)
-    yield pipes
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        process.join()
-
-
-def _replay(engines: Sequence[Connection], settings: ReplaySettings) -> ReplayReport:
-    for engine in engines:
-        engine.send(settings)
-    try:
-        reports: list[ReplayReport] = [engine.recv() for engine in engines]
-    except EOFError:
-        raise StoreUnavailableError("an engine process has ended; its message is above") from None
-    reports[0].add(reports[1])
-    return reports[0]
-
-
-def _engine(orders: Connection, baton: Connection, turn: int) -> None:
-    """Serve every second request of each replay that is ordered, until there is none."""
-    requests = _requests()
-    while (settings := orders.recv()) is not None:
-        replay = Replay(settings)
-        orders.send(replay.run(_in_turn(replay, requests, baton, turn)))
-
-
-def _in_turn(
-    replay: Replay, requests: Sequence[TraceRequest], baton: Connection, turn: int
-) -> Iterator[TraceRequest]:
-    """Yield the requests of this engine, each when the other engine has served the one before."""
-    for idx, request in enumerate(requests):
-        if idx % 2 != turn:
-            replay.watch(request)
-            continue
-        if idx:
-            baton.recv()
-        yield request
-        if idx + 1 < len(requests):
-            baton.send(None)
 
 
 def demo_table(rows: Sequence[DemoRow]) -> RenderableType:

@@ -1,13 +1,11 @@
 """Memory that a store may touch: registered regions, and copies that never leave them."""
 
+import struct
 import threading
-from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +17,13 @@ from hybridkv.stores.batch import as_segments, once_per_run
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-MIN_GRID_SEGMENTS = 24
-"""Fewer segments cost less one by one than the calls that find out whether they lie on a grid."""
+Numbers = NDArray[np.int64]
+Grid = NDArray[np.void]
+
+MIN_GRID_SEGMENTS = 8
+"""Fewer segments cost less one by one than the calls into numpy that copy them all."""
+LARGE_SEGMENT_BYTES = 32 * 1024
+"""Such segments cost less one by one than the second copy that a grid needs to keep the GIL."""
 RELEASE_BYTES = 512 * 1024
 """Pieces of this size and more are copied without the GIL. For smaller ones, with one more busy thread in the
 process, getting it back would cost far more than the copy."""
@@ -44,16 +47,16 @@ class Region:
 class Pieces:
     """One object's segments as views of registered memory, which they keep alive.
 
-    Attributes:
-        num_bytes: of all views together.
+    Args:
         views: writable, one for each segment, in the object's order.
+        num_bytes: of all views together.
     """
 
     __slots__ = ("num_bytes", "views")
 
-    def __init__(self, views: list[memoryview]) -> None:
+    def __init__(self, views: list[memoryview], num_bytes: int) -> None:
         self.views = views
-        self.num_bytes = sum(map(len, views))
+        self.num_bytes = num_bytes
 
     def gather(self) -> bytes:
         """Return a copy of the object's bytes."""
@@ -65,7 +68,8 @@ class Pieces:
         Raises:
             StoreError: the sizes differ; no byte was moved.
         """
-        self._check_size(len(target))
+        if len(target) != self.num_bytes:
+            self._refuse_size(len(target))
         start = 0
         for view in self.views:
             stop = start + len(view)
@@ -81,7 +85,8 @@ class Pieces:
         Raises:
             StoreError: the sizes differ; no byte was moved.
         """
-        self._check_size(len(data))
+        if len(data) != self.num_bytes:
+            self._refuse_size(len(data))
         source = memoryview(data)
         start = 0
         for view in self.views:
@@ -92,11 +97,8 @@ class Pieces:
                 _copy_without_gil(view, source[start:stop])
             start = stop
 
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes != self.num_bytes:
-            raise StoreError(
-                f"{num_bytes} bytes cannot be copied to or from segments of {self.num_bytes} bytes"
-            )
+    def _refuse_size(self, num_bytes: int) -> NoReturn:
+        raise StoreError(f"{num_bytes} bytes cannot be copied to or from segments of {self.num_bytes} bytes")
 
 
 def _copy_without_gil(target: memoryview, source: memoryview) -> None:
@@ -109,20 +111,20 @@ class GridPieces(Pieces):
     One call into C copies them all, where ``Pieces`` needs several for each.
 
     Args:
-        grid: the region's bytes, (rows, bytes of a segment).
+        grid: the region's bytes, one item of a segment's size for each row.
         rows: (n,), the segments in the object's order.
     """
 
     __slots__ = ("_grid", "_rows")
 
-    def __init__(self, grid: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
+    def __init__(self, grid: Grid, rows: Numbers) -> None:
         self._grid, self._rows = grid, rows
-        self.num_bytes = len(rows) * grid.shape[1]
+        self.num_bytes = len(rows) * grid.itemsize
 
     @property
     def views(self) -> list[memoryview]:  # type: ignore[override]
         """Writable, one for each segment, in the object's order."""
-        return [self._grid[row].data for row in self._rows.tolist()]
+        return [self._grid[row : row + 1].view(np.uint8).data for row in self._rows.tolist()]
 
     def gather(self) -> bytes:
         """Return a copy of the object's bytes."""
@@ -130,21 +132,26 @@ class GridPieces(Pieces):
 
     def gather_into(self, target: memoryview) -> None:
         """Copy the object's bytes over ``target``; see ``Pieces``."""
-        self._check_size(len(target))
-        out = np.frombuffer(target, dtype=np.uint8).reshape(len(self._rows), -1)
-        np.take(self._grid, self._rows, axis=0, out=out, mode="clip")  # clip: without a buffer between
+        if len(target) != self.num_bytes:
+            self._refuse_size(len(target))
+        if self.num_bytes < RELEASE_BYTES:  # a second copy in the cache; `take` would give up the GIL
+            target[:] = self._grid[self._rows].view(np.uint8).data
+        else:
+            out = np.frombuffer(target, dtype=self._grid.dtype)
+            self._grid.take(self._rows, out=out, mode="clip")  # clip: without a buffer between
 
     def scatter(self, data: bytes | bytearray | memoryview) -> None:
         """Copy ``data`` over the segments; see ``Pieces``."""
-        self._check_size(len(data))
-        self._grid[self._rows] = np.frombuffer(data, dtype=np.uint8).reshape(len(self._rows), -1)
+        if len(data) != self.num_bytes:
+            self._refuse_size(len(data))
+        self._grid[self._rows] = np.frombuffer(data, dtype=self._grid.dtype)
 
 
 class _Registered(NamedTuple):
     """What a look-up needs, in the order of addresses; replaced as a whole, so that readers need no lock."""
 
-    starts: list[int]
-    stops: list[int]
+    starts: Numbers
+    stops: Numbers
     views: list[memoryview]
 
 
@@ -154,7 +161,7 @@ class RegionTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._views: dict[Region, memoryview] = {}
-        self._registered = _Registered([], [], [])
+        self._replace({})
 
     def register(self, buffer: "Buffer") -> Region:
         """Register a writable, C-contiguous buffer; it can be neither freed nor resized until ``unregister``.
@@ -168,7 +175,7 @@ class RegionTable:
         region = Region(address=start, num_bytes=memory.nbytes, owner=buffer)
         with self._lock:
             starts, stops, _ = self._registered
-            at = bisect_right(starts, start)
+            at = int(starts.searchsorted(start, side="right"))
             if (at and stops[at - 1] > start) or (at < len(starts) and starts[at] < stop):
                 raise StoreError(
                     f"buffer of {region.num_bytes} bytes overlaps a region; unregister that one first"
@@ -196,8 +203,8 @@ class RegionTable:
         ordered = sorted(views.items(), key=lambda item: item[0].address)
         self._views = views
         self._registered = _Registered(
-            [region.address for region, _ in ordered],
-            [region.address + region.num_bytes for region, _ in ordered],
+            np.array([region.address for region, _ in ordered], dtype=np.int64),
+            np.array([region.address + region.num_bytes for region, _ in ordered], dtype=np.int64),
             [view for _, view in ordered],
         )
 
@@ -209,8 +216,10 @@ class RegionTable:
         Raises:
             StoreError: a segment does not lie inside one region or has no byte, or an object has no segment.
         """
-        registered = self._registered
-        return once_per_run(batch, partial(_pieces, registered))
+        distinct: list[Segments] = []
+        once_per_run(batch, distinct.append)
+        made = iter(_resolved(self._registered, distinct) if distinct else ())
+        return once_per_run(batch, lambda _: next(made))
 
 
 def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -232,43 +241,89 @@ def _memory(buffer: "Buffer") -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.frombuffer(view, dtype=np.uint8)
 
 
-def _pieces(registered: _Registered, segments: Segments) -> Pieces:
-    return _grid_pieces(registered, segments) or _single_pieces(registered, segments)
+def _resolved(registered: _Registered, objects: Sequence[Segments]) -> list[Pieces]:
+    """Return the pieces of each object; numpy looks at the segments of all of them together."""
+    counts, addresses, sizes = _numbers(registered, objects)
+    at = registered.starts.searchsorted(addresses, side="right") - 1
+    if at.min() < 0 or sizes.min() < 1 or (sizes > registered.stops[at] - addresses).any():
+        _refuse_wrong(registered, objects)
+    offsets = addresses - registered.starts[at]
+    firsts = counts.cumsum() - counts
+    is_grid, rows = _on_grid(counts, firsts, at, offsets, sizes)
+    views, grids = _views(registered, ~is_grid.repeat(counts), at, offsets, sizes), {}
+    made: list[Pieces] = []
+    lone = 0
+    for first, count, num_bytes, grid in zip(
+        firsts.tolist(),
+        counts.tolist(),
+        np.add.reduceat(sizes, firsts).tolist(),
+        is_grid.tolist(),
+        strict=True,
+    ):
+        if not grid:
+            made.append(Pieces(views[lone : lone + count], num_bytes))
+            lone += count
+            continue
+        which = int(at[first]), num_bytes // count
+        if which not in grids:
+            grids[which] = _grid(registered.views[which[0]], which[1])
+        made.append(GridPieces(grids[which], rows[first : first + count]))
+    return made
 
 
-def _grid_pieces(registered: _Registered, segments: Segments) -> GridPieces | None:
-    """Return many equal segments on one grid, or ``None`` where they are not that, or wrong."""
+def _views(
+    registered: _Registered, wanted: NDArray[np.bool_], at: Numbers, offsets: Numbers, sizes: Numbers
+) -> list[memoryview]:
+    """Return the memory of the wanted segments."""
+    starts = offsets[wanted]
+    stops = starts + sizes[wanted]
+    regions = [registered.views[region] for region in at[wanted].tolist()]
+    return [
+        region[start:stop]
+        for region, start, stop in zip(regions, starts.tolist(), stops.tolist(), strict=True)
+    ]
+
+
+def _numbers(registered: _Registered, objects: Sequence[Segments]) -> tuple[Numbers, Numbers, Numbers]:
+    """Return how many segments each object has, and the addresses and sizes of all segments."""
     try:
-        if len(segments) < MIN_GRID_SEGMENTS or set(map(len, segments)) != {2}:
-            return None
-        numbers = np.frombuffer(array("q", list(chain.from_iterable(segments))), dtype=np.int64)
-    except (TypeError, OverflowError):
-        return None
-    addresses, sizes = numbers[::2], numbers[1::2]
-    size, lowest = int(sizes[0]), int(addresses.min())
-    at = bisect_right(registered.starts, lowest) - 1
-    if at < 0 or size < 1 or int(addresses.max()) + size > registered.stops[at] or (sizes != size).any():
-        return None
-    rows, rest = np.divmod(addresses - registered.starts[at], size)
-    if rest.any():
-        return None
-    region = np.frombuffer(registered.views[at], dtype=np.uint8)
-    return GridPieces(region[: len(region) // size * size].reshape(-1, size), rows)
+        counts = list(map(len, objects))
+        pairs = list(chain.from_iterable(objects))
+        flat = list(chain.from_iterable(pairs))
+        if min(counts) and set(map(len, pairs)) == {2}:
+            numbers = np.frombuffer(struct.pack(f"{len(flat)}q", *flat), dtype=np.int64)
+            return np.array(counts), numbers[::2], numbers[1::2]
+    except (TypeError, struct.error):
+        pass
+    return _refuse_wrong(registered, objects)
 
 
-def _single_pieces(registered: _Registered, segments: Segments) -> Pieces:
-    starts, stops, regions = registered
-    views = []
-    region_start = region_stop = 0
-    region = memoryview(b"")
-    for address, num_bytes in as_segments(segments):
-        if not region_start <= address <= region_stop - num_bytes:  # mostly it is the same region again
-            at = bisect_right(starts, address) - 1
-            if at < 0 or address + num_bytes > stops[at]:
+def _refuse_wrong(registered: _Registered, objects: Sequence[Segments]) -> NoReturn:
+    """Say what is wrong with the first segment that is."""
+    for segments in objects:
+        for address, num_bytes in as_segments(segments):
+            if not ((registered.starts <= address) & (address + num_bytes <= registered.stops)).any():
                 raise StoreError(
                     f"segment of {num_bytes} bytes at {address:#x} does not lie inside one registered region"
                 )
-            region_start, region_stop, region = starts[at], stops[at], regions[at]
-        offset = address - region_start
-        views.append(region[offset : offset + num_bytes])
-    return Pieces(views)
+    raise StoreError("an object's segments are a list of (address, bytes)")
+
+
+def _on_grid(
+    counts: Numbers, firsts: Numbers, at: Numbers, offsets: Numbers, sizes: Numbers
+) -> tuple[NDArray[np.bool_], Numbers]:
+    """Tell which objects are many equal segments on one grid, and in which row of it each segment lies."""
+    first_sizes = sizes[firsts]
+    gains = (first_sizes < LARGE_SEGMENT_BYTES) | (counts * first_sizes >= RELEASE_BYTES)
+    many = gains & (counts >= MIN_GRID_SEGMENTS)
+    if not many.any():
+        return many, offsets
+    of = firsts.repeat(counts)
+    rows, rest = np.divmod(offsets, sizes[of])
+    # Segments copied without the GIL gain nothing, and numpy's items have less than 2 GiB.
+    good = (rest == 0) & (sizes == sizes[of]) & (sizes < RELEASE_BYTES) & (at == at[of])
+    return many & np.logical_and.reduceat(good, firsts), rows
+
+
+def _grid(region: memoryview, size: int) -> Grid:
+    return np.frombuffer(region, dtype=f"V{size}", count=len(region) // size)

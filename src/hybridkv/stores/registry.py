@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "hybridkv.stores"
 _BUILTIN = {
     "local": "hybridkv.stores.local.store:open_local",
     "memory": "hybridkv.stores.memory:open_memory",
+    "mooncake": "hybridkv.stores.mooncake.store:open_mooncake",
 }
 
 

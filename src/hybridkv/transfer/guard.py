@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from hybridkv.breaker import Breaker
 from hybridkv.clock import Clock
 from hybridkv.errors import StoreError
-from hybridkv.transfer.threads import DaemonThreads
+from hybridkv.threads import DaemonThreads
 
 T = TypeVar("T")
 
@@ -55,49 +56,6 @@ class GuardMetrics:
     is_open: bool
 
 
-class Breaker:
-    """Tells whether a store is worth calling: not for a while after several failures in a row.
-
-    Args:
-        settings: how many failures, and for how long.
-        clock: tells the time.
-    """
-
-    def __init__(self, settings: GuardSettings, clock: Clock) -> None:
-        self._settings, self._clock = settings, clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._open_until_s = 0.0
-
-    def may_call(self) -> bool:
-        """Return whether to call now; after the pause, one caller gets through as a trial."""
-        with self._lock:
-            now_s = self._clock.now_s()
-            if now_s < self._open_until_s:
-                return False
-            if self._failures >= self._settings.failures_to_open:
-                self._open_until_s = now_s + self._settings.open_s
-            return True
-
-    def note_success(self) -> None:
-        """Let everybody through again."""
-        with self._lock:
-            self._failures, self._open_until_s = 0, 0.0
-
-    def note_failure(self) -> None:
-        """Count a failed or late call."""
-        with self._lock:
-            self._failures += 1
-            if self._failures >= self._settings.failures_to_open:
-                self._open_until_s = self._clock.now_s() + self._settings.open_s
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are refused now."""
-        with self._lock:
-            return self._clock.now_s() < self._open_until_s
-
-
 class Guard:
     """Runs store calls on threads of its own and waits for each no longer than the deadline.
 
@@ -110,7 +68,7 @@ class Guard:
     def __init__(self, settings: GuardSettings, *, num_threads: int, clock: Clock) -> None:
         self._settings, self._clock = settings, clock
         self._threads = DaemonThreads(num_threads, "hybridkv-store")
-        self._breaker = Breaker(settings, clock)
+        self._breaker = Breaker(settings.failures_to_open, settings.open_s, clock)
         self._lock = threading.Lock()
         self._counts = {"calls": 0, "late": 0, "failed": 0, "refused": 0}
         self._seconds = 0.0

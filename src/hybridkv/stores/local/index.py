@@ -1,7 +1,5 @@
 """The index: from a key's hash to the slots that may hold it."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,12 +9,10 @@ Words = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-Matches = Callable[[Numbers, Numbers], Bools]
-"""Tells which slots hold what is sought: (positions in the batch, their slots) to one bool each."""
-
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFF_FFFF)
-_SECOND = np.uint64(21)
+_SHIFTS = np.array([0, 21], dtype=np.uint64)
+_WITHIN = np.arange(BUCKET_WORDS)
 
 
 class BucketIndex:
@@ -35,41 +31,33 @@ class BucketIndex:
         self._buckets = words.reshape(-1, BUCKET_WORDS)
         self._mask = np.uint64(len(self._buckets) - 1)
 
-    def find(self, hashes: Words, matches: Matches) -> Numbers:
-        """Return the slot of each hash that ``matches``, or -1; needs no lock."""
-        entries = self._buckets[self._bucket_pairs(hashes)].reshape(len(hashes), -1)
-        hits = ((entries >> _HALF) == (hashes >> _HALF)[:, None]) & ((entries & _LOW) != 0)
-        slots = np.full(len(hashes), -1, dtype=np.int64)
-        todo = np.flatnonzero(hits.any(axis=1))
-        while todo.size:
-            places = hits[todo].argmax(axis=1)
-            found = _slots(entries[todo, places])
-            good = matches(todo, found)
-            slots[todo[good]] = found[good]
-            hits[todo, places] = False
-            todo = todo[~good]
-            todo = todo[hits[todo].any(axis=1)]
-        return slots
+    def candidates(self, hashes: Words) -> tuple[Numbers, Numbers]:
+        """Return what may hold each hash: positions in the batch and their slots; needs no lock.
+
+        A hash may have several candidates or none, and a damaged entry may name any slot, or -1.
+        """
+        entries = self._buckets.take(self._bucket_pairs(hashes), axis=0).reshape(-1, 2 * BUCKET_WORDS)
+        hits = (entries >> _HALF) == (hashes >> _HALF)[:, None]
+        positions, places = hits.nonzero()
+        return positions, _slots(entries[positions, places])
 
     def insert(self, hashes: Words, slots: Numbers) -> Bools:
         """Add entries and tell which found room; the caller holds the lock."""
-        entries = _entries(hashes, slots)
-        pairs = self._bucket_pairs(hashes)
+        entries, pairs = _entries(hashes, slots), self._bucket_pairs(hashes)
         done = np.zeros(len(hashes), dtype=np.bool_)
         todo = np.arange(len(hashes))
         while todo.size:
-            free = self._buckets[pairs[todo]] == 0
-            fuller = free.sum(axis=2).argmin(axis=1)
-            # Where both have room, the emptier bucket; where one is full, the other.
-            free[np.arange(len(todo)), fuller] &= ~free[np.arange(len(todo)), 1 - fuller].any(axis=1)[:, None]
-            free = free.reshape(len(todo), -1)
+            free = self._buckets.take(pairs[todo], axis=0) == 0
+            each, emptier = np.arange(len(todo)), free.sum(axis=2).argmax(axis=1)
+            free = free[each, emptier]
             has_room = free.any(axis=1)
-            todo, free = todo[has_room], free[has_room]
-            places = self._places(pairs[todo])[np.arange(len(todo)), free.argmax(axis=1)]
-            places, winners = np.unique(places, return_index=True)  # the others go again
-            self._flat[places] = entries[todo[winners]]
-            done[todo[winners]] = True
-            todo = np.delete(todo, winners)
+            places = (pairs[todo, emptier] * BUCKET_WORDS + free.argmax(axis=1))[has_room]
+            todo = todo[has_room]
+            self._flat[places] = entries[todo]
+            # Where several chose one place the last stays; the others go again.
+            stays = self._flat[places] == entries[todo]
+            done[todo[stays]] = True
+            todo = todo[~stays]
         return done
 
     def delete(self, hashes: Words, slots: Numbers) -> None:
@@ -90,13 +78,11 @@ class BucketIndex:
 
     def _bucket_pairs(self, hashes: Words) -> Numbers:
         """Return the two buckets of each hash, (n, 2)."""
-        pairs = np.stack((hashes & self._mask, (hashes >> _SECOND) & self._mask), axis=1)
-        return pairs.astype(np.int64)
+        return ((hashes[:, None] >> _SHIFTS) & self._mask).view(np.int64)
 
     def _places(self, pairs: Numbers) -> Numbers:
         """Return the places of all entries of bucket pairs, (n, 16)."""
-        places: Numbers = pairs[:, :, None] * BUCKET_WORDS + np.arange(BUCKET_WORDS)
-        return places.reshape(len(pairs), 2 * BUCKET_WORDS)
+        return ((pairs * BUCKET_WORDS)[:, :, None] + _WITHIN).reshape(-1, 2 * BUCKET_WORDS)
 
 
 def _entries(hashes: Words, slots: Numbers) -> Words:

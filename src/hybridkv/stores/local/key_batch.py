@@ -54,6 +54,5 @@ def key_of(record: Words) -> bytes | None:
     return key if xxhash.xxh3_64_intdigest(key) == int(record[Field.HASH]) else None
 
 
-def checksum(payload: memoryview, key_hash: int) -> int:
-    """Return the checksum of a payload under a key; seeded, so that a payload of another key fails too."""
-    return xxhash.xxh3_64_intdigest(payload, key_hash)
+checksum = xxhash.xxh3_64_intdigest
+"""Returns the checksum of (a payload, its key's hash); seeded, so that a payload of another key fails too."""

@@ -144,11 +144,11 @@ class Putting:
         """Copy payloads into reserved slots and return the heads of their records."""
         places, _ = self._table.places(slots)
         heads = np.zeros((len(served), KEY_WORD), dtype=np.uint64)
-        hashes = batch.rows.hashes.tolist()
+        arena, hashes, all_pieces = self._arena, batch.rows.hashes.tolist(), batch.pieces
         checksums, sizes = [], []
         for idx, place in zip(served, places.tolist(), strict=True):
-            pieces = batch.pieces[idx]
-            payload = self._arena[place : place + pieces.num_bytes]
+            pieces = all_pieces[idx]
+            payload = arena[place : place + pieces.num_bytes]
             pieces.gather_into(payload)
             checksums.append(checksum(payload, hashes[idx]))
             sizes.append(pieces.num_bytes)

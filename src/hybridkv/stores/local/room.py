@@ -79,7 +79,7 @@ class Room:
                 if self._add_chunk(need, older_than=oldest if is_fresh else 0):
                     continue
             if chosen.size:
-                slots = scan.slots[chosen]
+                slots = np.sort(scan.slots[chosen])  # memory is written fastest in its order
                 scan.slots, scan.stamps = scan.slots[chosen[-1] + 1 :], scan.stamps[chosen[-1] + 1 :]
                 taken.extend(slots.tolist())
                 self._table.take(slots)

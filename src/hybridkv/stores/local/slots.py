@@ -43,6 +43,7 @@ from hybridkv.stores.local.index import Bools, BucketIndex, Numbers, Words
 from hybridkv.stores.local.key_batch import KeyBatch
 
 RESERVED_STAMP = 1 << 62
+_ONE = np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class SlotTable:
         self.index = BucketIndex(words[geometry.index_offset // 8 :][: geometry.num_buckets * BUCKET_WORDS])
         self.stamps = words[geometry.stamps_offset // 8 :][: geometry.num_slots]
         self.records = words[geometry.records_offset // 8 :].reshape(geometry.num_slots, RECORD_WORDS)
+        self._generations, self._owners = self.records[:, Field.GENERATION], self.records[:, Field.OWNER]
+        self._bodies = self.records[:, Field.GENERATION + 1 :]
         self.evicted_objects = self.evicted_bytes = 0
         if (self.chunks % GRANULE).any() or (self.chunks > geometry.chunk_bytes).any():
             raise StoreError(f"local store {directory.path}: the meta file is damaged; remove the directory")
@@ -92,22 +95,26 @@ class SlotTable:
 
     def find(self, keys: KeyBatch) -> Found:
         """Return which keys are published, and where."""
-        heads = np.zeros((len(keys.hashes), KEY_WORD), dtype=np.uint64)
-        words = keys.words.shape[1]
-
-        def matches(positions: Numbers, slots: Numbers) -> Bools:
-            safe = np.minimum(slots, len(self.records) - 1)  # a damaged entry may name any slot
-            # The generation comes first: if it is the same at the end, everything between belongs together.
-            generations = self.records[safe, Field.GENERATION]
-            rows = self.records.take(safe, axis=0)
-            good: Bools = (rows[:, Field.HASH] == keys.hashes[positions]) & (safe == slots)
-            good &= _is_published(generations) & (rows[:, Field.KEY_CHARS] == keys.chars[positions])
-            good &= (rows[:, KEY_WORD : KEY_WORD + words] == keys.words[positions]).all(axis=1)
-            heads[positions[good]] = rows[good, :KEY_WORD]
-            heads[positions[good], Field.GENERATION] = generations[good]
-            return good
-
-        return Found(slots=self.index.find(keys.hashes, matches), heads=heads)
+        found = Found(
+            slots=np.full(len(keys.hashes), -1, dtype=np.int64),
+            heads=np.zeros((len(keys.hashes), KEY_WORD), dtype=np.uint64),
+        )
+        positions, slots = self.index.candidates(keys.hashes)
+        if not positions.size:
+            return found
+        # A damaged entry may name any slot, or -1, which is a large number without its sign.
+        safe = np.minimum(slots.view(np.uint64), np.uint64(len(self.records) - 1)).view(np.int64)
+        # The generation comes first: if it is the same at the end, everything between belongs together.
+        generations = self._generations[safe]
+        rows = self.records.take(safe, axis=0)
+        good = (rows[:, Field.HASH] == keys.hashes[positions]) & (safe == slots)
+        good &= _is_published(generations) & (rows[:, Field.KEY_CHARS] == keys.chars[positions])
+        key_stop = KEY_WORD + keys.words.shape[1]
+        good &= (rows[:, KEY_WORD:key_stop] == keys.words[positions]).all(axis=1)
+        rows[:, Field.GENERATION] = generations
+        found.slots[positions[good]] = slots[good]
+        found.heads[positions[good]] = rows[good, :KEY_WORD]
+        return found
 
     def served(self, slots: Numbers, now: int) -> None:
         """Stamp slots that are about to be copied from: they become the last to go."""
@@ -119,7 +126,7 @@ class SlotTable:
 
     def is_same(self, slots: Numbers, heads: Words) -> Bools:
         """Tell which slots have held one object ever since their heads were read."""
-        same: Bools = self.records[slots, Field.GENERATION] == heads[:, Field.GENERATION]
+        same: Bools = self._generations[slots] == heads[:, Field.GENERATION]
         return same
 
     def places(self, slots: Numbers) -> tuple[Numbers, Numbers]:
@@ -131,7 +138,7 @@ class SlotTable:
     def published(self) -> Numbers:
         """Return the slots that are published at this moment."""
         slots = self.all_slots()
-        return slots[_is_published(self.records[slots, Field.GENERATION])]
+        return slots[_is_published(self._generations[slots])]
 
     def all_slots(self) -> Numbers:
         """Return the slots of all chunks that have a size class."""
@@ -182,34 +189,33 @@ class SlotTable:
             Which keys are published now, and which another store had published before.
         """
         taken = self.find(keys).slots >= 0
-        fresh, records = np.flatnonzero(~taken), self.records
+        fresh = np.flatnonzero(~taken)
         mine, wanted = slots[fresh], keys.take(fresh)
-        records[mine, Field.HASH] = wanted.hashes
-        records[mine, Field.KEY_CHARS] = wanted.chars
-        for field in (Field.CHECKSUM, Field.NUM_BYTES, Field.STORED_AT):
-            records[mine, field] = heads[fresh, field]
-        key_stop = KEY_WORD + wanted.words.shape[1]
-        records[mine, KEY_WORD:key_stop] = wanted.words
-        records[mine, key_stop:] = 0
+        rows = np.zeros((len(fresh), RECORD_WORDS), dtype=np.uint64)
+        rows[:, :KEY_WORD] = heads[fresh]
+        rows[:, Field.HASH], rows[:, Field.KEY_CHARS] = wanted.hashes, wanted.chars
+        rows[:, Field.OWNER] = self._directory.owner
+        rows[:, KEY_WORD : KEY_WORD + wanted.words.shape[1]] = wanted.words
+        self._bodies[mine] = rows[:, Field.GENERATION + 1 :]
         self.stamps[mine] = self._policy.stored(
             now, len(fresh), None if hints is None else [hints[idx] for idx in fresh.tolist()]
         )
         self._at_point("publish: record written")
-        records[mine, Field.GENERATION] += np.uint64(1)
+        self._generations[mine] += _ONE
         self._at_point("publish: readable")
         stored = ~taken
         stored[fresh] = self.index.insert(wanted.hashes, mine)
         self._at_point("publish: indexed")
-        unindexed = slots[~taken & ~stored]
-        records[unindexed, Field.GENERATION] += np.uint64(1)
-        records[slots[stored], Field.OWNER] = 0
+        self._generations[slots[~taken & ~stored]] += _ONE
+        self._owners[slots[stored]] = 0
         self._at_point("publish: done")
         self.release(slots[~stored])
         return stored, taken
 
     def release(self, slots: Numbers) -> None:
         """Give reserved slots back; those that this store has not reserved are left alone."""
-        self._settle(slots[self.records[slots, Field.OWNER] == self._directory.owner])
+        if slots.size:
+            self._settle(slots[self._owners[slots] == self._directory.owner])
 
     def discard(self, slots: Numbers) -> None:
         """Make published slots free."""
@@ -218,29 +224,28 @@ class SlotTable:
 
     def _unpublish(self, slots: Numbers) -> None:
         """Make slots unreadable, first to those that copy from them, then to those that look for them."""
-        records = self.records
-        published = slots[_is_published(records[slots, Field.GENERATION])]
-        records[published, Field.GENERATION] += np.uint64(1)
+        published = slots[_is_published(self._generations[slots])]
+        self._generations[published] += _ONE
         self._at_point("evict: unreadable")
         # Also of slots that are free: whoever freed them may have been killed before the entry was deleted.
-        self.index.delete(records[slots, Field.HASH], slots)
+        self.index.delete(self.records[slots, Field.HASH], slots)
         self._at_point("evict: unindexed")
 
     def _free(self, slots: Numbers) -> None:
         if slots.size:
             self.stamps[slots] = 0
             self._at_point("free: stamp cleared")
-            self.records[slots, Field.OWNER] = 0
-            self.header[HeaderWord.CHANGES] += np.uint64(1)
+            self._owners[slots] = 0
+            self.header[HeaderWord.CHANGES] += _ONE
 
     # --- under the lock: reserve ---------------------------------------------------------------------------
 
     def take(self, slots: Numbers) -> None:
         """Reserve free and published slots, evicting what they hold."""
-        published = slots[_is_published(self.records[slots, Field.GENERATION])]
+        published = slots[_is_published(self._generations[slots])]
         self._count_evicted(published)
         self._unpublish(slots)
-        self.records[slots, Field.OWNER] = self._directory.owner
+        self._owners[slots] = self._directory.owner
         self._at_point("reserve: owned")
         self.stamps[slots] = RESERVED_STAMP
         self._at_point("reserve: done")
@@ -268,17 +273,17 @@ class SlotTable:
         first = chunk * self.geometry.slots_per_chunk
         stop = first + self.geometry.num_slots_of(chunk, slot_bytes)
         # A record that was never used becomes free; the others are odd already.
-        self.records[first:stop, Field.GENERATION] |= np.uint64(1)
+        self.records[first:stop, Field.GENERATION] |= _ONE
         self.stamps[first:stop] = 0
         self._at_point("chunk: records ready")
         self.chunks[chunk] = slot_bytes
-        self.header[HeaderWord.CHANGES] += np.uint64(1)
+        self.header[HeaderWord.CHANGES] += _ONE
         self._at_point("chunk: assigned")
 
     def empty_chunk(self, chunk: int) -> None:
         """Evict what a chunk holds and take it from its class; none of its slots is reserved."""
         slots = self._slots_of(np.array([chunk]), int(self.chunks[chunk]))
-        published = slots[_is_published(self.records[slots, Field.GENERATION])]
+        published = slots[_is_published(self._generations[slots])]
         self._count_evicted(published)
         self.discard(slots)
         self._at_point("chunk: emptied")
@@ -297,7 +302,7 @@ class SlotTable:
     def reap(self) -> None:
         """Complete or undo what dead stores left half done; nobody's payload is read."""
         slots = self.all_slots()
-        owners = self.records[slots, Field.OWNER]
+        owners = self._owners[slots]
         known = self._directory.owners() | set(np.unique(owners[owners > 0]).tolist())
         for owner in known - {self._directory.owner}:
             if self._directory.is_dead(owner):
@@ -307,7 +312,7 @@ class SlotTable:
 
     def _settle(self, owned: Numbers) -> None:
         """Complete the slots of one store that are readable already, and free the others."""
-        published = _is_published(self.records[owned, Field.GENERATION])
+        published = _is_published(self._generations[owned])
         self.reindex(owned[published])
         self._at_point("settle: published completed")
         self._free(owned[~published])
@@ -339,5 +344,5 @@ def slot_bytes_for(num_bytes: int) -> int:
 
 
 def _is_published(generations: Words) -> Bools:
-    published: Bools = (generations > 0) & (generations & np.uint64(1) == 0)
+    published: Bools = (generations > 0) & (generations & _ONE == 0)
     return published

@@ -14,9 +14,9 @@ from hybridkv.errors import ConfigError
 from hybridkv.stores.base import CheckReport, GetResult, ObjectInfo, PutHint, PutResult, Segments, StoreStats
 from hybridkv.stores.batch import check_batch
 from hybridkv.stores.eviction import LruStamps, StampPolicy
+from hybridkv.stores.gate import Gate
 from hybridkv.stores.local.check import check_store
 from hybridkv.stores.local.directory import AtPoint, StoreDirectory
-from hybridkv.stores.local.gate import Gate
 from hybridkv.stores.local.geometry import Field
 from hybridkv.stores.local.index import Numbers, Words
 from hybridkv.stores.local.key_batch import KeyBatch, checksum, key_of
@@ -124,9 +124,14 @@ class LocalStore:
         fits = (sizes[present] == heads[:, Field.NUM_BYTES]) & (sizes[present] <= slot_bytes)
         table.served(slots[fits], table.now())
         is_whole = [
-            fit and self._load(place, head, pieces[idx])
-            for idx, fit, place, head in zip(
-                present.tolist(), fits.tolist(), places.tolist(), heads.tolist(), strict=True
+            fit and self._load(place, key_hash, expected, pieces[idx])
+            for idx, fit, place, key_hash, expected in zip(
+                present.tolist(),
+                fits.tolist(),
+                places.tolist(),
+                heads[:, Field.HASH].tolist(),
+                heads[:, Field.CHECKSUM].tolist(),
+                strict=True,
             )
         ]
         # All that was read so far counts only if the object is still the same; else it was evicted meanwhile.
@@ -140,11 +145,11 @@ class LocalStore:
             self._drop_corrupt(slots[bad], heads[bad])
         return results
 
-    def _load(self, place: int, head: builtins.list[int], pieces: Pieces) -> bool:
+    def _load(self, place: int, key_hash: int, expected: int, pieces: Pieces) -> bool:
         """Copy one payload out, unless its checksum fails."""
         payload = self._arena[place : place + pieces.num_bytes]
         # One pass over the slot, however many segments; it also brings the bytes into the cache for the copy.
-        if checksum(payload, head[Field.HASH]) != head[Field.CHECKSUM]:
+        if checksum(payload, key_hash) != expected:
             return False
         pieces.scatter(payload)
         return True

@@ -35,13 +35,23 @@ class Gate:
 
     def close(self, why: str) -> bool:
         """Let nobody in any more and wait until all are out; ``False`` where it was closed before."""
+        if not self.shut(why):
+            return False
+        self.wait_empty()
+        return True
+
+    def shut(self, why: str) -> bool:
+        """Let nobody in any more; ``False`` where it was closed before."""
         with self._change:
             if self._why_closed:
                 return False
             self._why_closed = why
-            while self._num_inside:
-                self._change.wait()
             return True
+
+    def wait_empty(self, timeout_s: float | None = None) -> bool:
+        """Wait until all are out; ``False`` where some are still inside after ``timeout_s`` seconds."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._num_inside, timeout_s)
 
     def break_off(self, why: str) -> None:
         """Close without waiting: for a forked child, in which nobody else is inside."""

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hybridkv.transfer.threads import DaemonThreads
+from hybridkv.threads import DaemonThreads
 
 
 def test_calls_run_and_their_errors_reach_whoever_waits():
@@ -34,7 +34,7 @@ def test_a_cancelled_call_is_skipped():
 
 def test_a_call_that_hangs_does_not_keep_the_process():
     script = (
-        "import threading; from hybridkv.transfer.threads import DaemonThreads\n"
+        "import threading; from hybridkv.threads import DaemonThreads\n"
         "threads = DaemonThreads(1, 't'); threads.submit(threading.Event().wait); threads.close()"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

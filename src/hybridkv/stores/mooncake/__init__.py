@@ -1,0 +1,1 @@
+"""Mooncake Store as a store of hybridkv; only these modules import mooncake."""
