@@ -270,6 +270,29 @@ def held_files() -> list[str]:
     return [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
 
 
+def test_holes_in_a_copied_meta_file_get_their_space(path, monkeypatch):
+    data = payload(0, SLOT)
+    store = LocalStore(path, 16 * CAPACITY_BYTES)
+    Workbench(store, SLOT).put("a", data)
+    store.close()
+    space = (path / "hkv-meta").stat().st_blocks
+    whole = (path / "hkv-meta").read_bytes()
+    with (path / "hkv-meta").open("wb") as file:
+        for start in range(0, len(whole), 4096):
+            if any(whole[start : start + 4096]):
+                file.seek(start)
+                file.write(whole[start : start + 4096])
+        file.truncate(len(whole))
+    assert (path / "hkv-meta").stat().st_blocks < space
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail_with(errno.ENOSPC, calls_before=0))
+        with pytest.raises(StoreError, match="no space left"):
+            LocalStore(path)
+    copied = Workbench(LocalStore(path), SLOT)
+    assert (path / "hkv-meta").stat().st_blocks >= space
+    assert copied.get("a", SLOT) == (GetResult.OK, data)
+
+
 # --- sharing ------------------------------------------------------------------------------------------------
 
 

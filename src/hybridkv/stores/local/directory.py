@@ -152,6 +152,10 @@ class StoreDirectory:
             raise
         return True
 
+    def meta_space(self) -> int:
+        """Return the bytes of the meta file that have their space."""
+        return os.fstat(self._meta_fd).st_blocks * 512
+
     def owners(self) -> set[int]:
         """Return the ids of all other open stores, and of those whose process died."""
         names = os.listdir(self._own_dir_fd)  # noqa: PTH208 - names only

@@ -292,6 +292,17 @@ class SlotTable:
 
     # --- under the lock: recover ---------------------------------------------------------------------------
 
+    def fill_holes(self) -> None:
+        """Give what is in use of the meta file its space, where the file is a copy with holes."""
+        geometry, used = self.geometry, np.flatnonzero(self.chunks).tolist()
+        num_slots = sum(geometry.num_slots_of(chunk, int(self.chunks[chunk])) for chunk in used)
+        if self._directory.meta_space() >= geometry.stamps_offset + 8 * (1 + RECORD_WORDS) * num_slots:
+            return
+        if not self._directory.allocate_meta(0, geometry.stamps_offset) or not all(
+            self.allocate_records(chunk, int(self.chunks[chunk])) for chunk in used
+        ):
+            raise StoreError(f"local store {self._directory.path}: no space left for the meta file's holes")
+
     def let_time_go_on(self) -> None:
         """Raise the base of the stamps where the monotonic clock began anew: after a restart."""
         youngest = int(self.stamps[self.published()].max(initial=0))

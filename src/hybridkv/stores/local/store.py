@@ -68,6 +68,7 @@ class LocalStore:
             self._arena = self._directory.arena.data
             self._corrupt_objects = 0
             with self._directory.locked():
+                self._table.fill_holes()
                 self._table.let_time_go_on()
                 self._table.reap()
         except BaseException:
