@@ -252,6 +252,12 @@ def test_the_last_chunk_may_be_shorter(path):
     assert put_many(bench, [f"large/{idx}" for idx in range(17)], 2 * SLOT).count(STORED) == 17
 
 
+def test_a_shorter_last_chunk_changes_its_class_too(path):
+    bench = Workbench(LocalStore(path, 159 * SLOT), 400 * SLOT)
+    assert put_many(bench, [f"old/{idx}" for idx in range(71)], 2 * SLOT) == [STORED] * 71
+    assert put_many(bench, [f"small/{idx}" for idx in range(159)]) == [STORED] * 159
+
+
 def test_a_last_chunk_too_short_for_the_size_that_needs_room_is_not_emptied_for_it(path):
     bench = Workbench(LocalStore(path, 159 * SLOT), 600 * SLOT)  # 17 chunks of 9 slots, one of 6
     assert put_many(bench, [f"old/{idx}" for idx in range(18)], 5 * SLOT) == [STORED] * 18

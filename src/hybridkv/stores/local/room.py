@@ -5,6 +5,8 @@ typical object is older than the oldest one of the class that needs room is empt
 that classes which nobody uses any more give their space up.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,32 +149,27 @@ class Room:
         best, best_median = None, older_than
         if older_than:
             self._reap_reserved(table.all_slots())
-        for other in table.classes() if older_than else ():
-            if other == need.slot_bytes:
-                continue
-            chunks, slots = self._whole_chunks(other, need)
+        for chunks, slots in self._others(need) if older_than else ():
             stamps = table.stamps[slots]
             middle = slots.shape[1] // 2
             medians = np.partition(stamps, middle, axis=1)[:, middle]
             is_used = (stamps >= need.before).any(axis=1) | table.records[slots, Field.OWNER].any(axis=1)
             medians[is_used] = RESERVED_STAMP
-            if medians.size and medians.min() < best_median:
+            if medians.min() < best_median:
                 best, best_median = int(chunks[medians.argmin()]), int(medians.min())
         return best
 
-    def _whole_chunks(self, slot_bytes: int, need: Need) -> tuple[Numbers, Numbers]:
-        """Return chunks of a class with room for the need, and their slots, one row a chunk.
-
-        A shorter last chunk that has fewer slots of the class than the others is left out.
-        """
+    def _others(self, need: Need) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield chunks of other classes that could be given up, and their slots, one row a chunk."""
         geometry = self._table.geometry
-        count = geometry.chunk_bytes // slot_bytes
-        chunks = self._table.chunks_of(slot_bytes)
-        fits = [
-            geometry.num_slots_of(chunk, slot_bytes) == count
-            and geometry.num_slots_of(chunk, need.slot_bytes)
-            for chunk in chunks.tolist()
-        ]
-        chunks = chunks[np.array(fits, dtype=np.bool_)]
-        chunks = chunks[~np.isin(chunks, need.keep // geometry.slots_per_chunk)]
-        return chunks, chunks[:, None] * geometry.slots_per_chunk + np.arange(count)
+        kept = set((need.keep // geometry.slots_per_chunk).tolist())
+        for other in self._table.classes():
+            if other == need.slot_bytes:
+                continue
+            by_count = defaultdict(list)  # the last chunk may be shorter
+            for chunk in self._table.chunks_of(other).tolist():
+                if chunk not in kept and geometry.num_slots_of(chunk, need.slot_bytes):
+                    by_count[geometry.num_slots_of(chunk, other)].append(chunk)
+            for count, alike in by_count.items():
+                chunks = np.array(alike)
+                yield chunks, chunks[:, None] * geometry.slots_per_chunk + np.arange(count)
