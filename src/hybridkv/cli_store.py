@@ -82,7 +82,8 @@ def stat(uri: Uri, namespace: Namespace = None, json_file: JsonFile = None) -> N
     with closing(open_store(uri)) as store:
         if not isinstance(store, ReportsStats):
             raise ConfigError(f"a {type(store).__name__} does not count its objects")
-        stats, infos = store.stats(), list(filter(chosen.selects, _list(store)))
+        capacity_bytes = store.stats().capacity_bytes
+        infos = list(filter(chosen.selects, _list(store)))
     objects, num_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for info in infos:
         parts = _parts(info.key)
@@ -92,8 +93,9 @@ def stat(uri: Uri, namespace: Namespace = None, json_file: JsonFile = None) -> N
     table = Table("namespace", "spec group", "objects", "bytes")
     for group in sorted(objects):
         table.add_row(*group, str(objects[group]), format_bytes(num_bytes[group]))
-    capacity = "no limit" if stats.capacity_bytes is None else format_bytes(stats.capacity_bytes)
-    show(Group(f"{stats.objects} objects, {format_bytes(stats.used_bytes)} of {capacity}", table), json_file)
+    used_bytes = num_bytes.total()
+    capacity = "no limit" if capacity_bytes is None else format_bytes(capacity_bytes)
+    show(Group(f"{len(infos)} objects, {format_bytes(used_bytes)} of {capacity}", table), json_file)
     groups = [
         {"namespace": group[0], "spec_group": group[1], "objects": count, "bytes": num_bytes[group]}
         for group, count in sorted(objects.items())
@@ -101,9 +103,9 @@ def stat(uri: Uri, namespace: Namespace = None, json_file: JsonFile = None) -> N
     write_json(
         json_file,
         {
-            "objects": stats.objects,
-            "used_bytes": stats.used_bytes,
-            "capacity_bytes": stats.capacity_bytes,
+            "objects": len(infos),
+            "used_bytes": used_bytes,
+            "capacity_bytes": capacity_bytes,
             "groups": groups,
         },
     )
@@ -145,7 +147,7 @@ def rm(
         raise ConfigError("give either keys or options that select objects; `store clear` removes all")
     with closing(open_store(uri)) as store:
         if keys:
-            found = list(compress(keys, store.contains(keys)))
+            found = list(dict.fromkeys(compress(keys, store.contains(keys))))
         else:
             found = [info.key for info in _list(store) if chosen.selects(info)]
         _remove(store, found, json_file)

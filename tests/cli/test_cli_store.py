@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cli import main
+from hybridkv.stores.local.geometry import KEY_WORD
 from hybridkv.stores.local.store import LocalStore
 
 KEYS = {"hkv1/abcd/0/0/ff": 5000, "hkv1/abcd/1/0/ee": 100, "hkv1/ef01/1/1/ee": 10, "x": 1}
@@ -75,7 +76,7 @@ def test_options_select_objects(run, uri, options, expected):
 
 
 def test_rm_removes_what_is_given_or_selected(run, uri):
-    assert "removed 1 objects" in run("rm", uri, "x", "absent")[1]
+    assert "removed 1 objects" in run("rm", uri, "x", "absent", "x")[1]
     assert "removed 1 objects" in run("rm", uri, "--namespace", "ef")[1]
     assert listed(run, uri) == {"hkv1/abcd/0/0/ff", "hkv1/abcd/1/0/ee"}
     assert "removed 2 objects" in run("clear", uri)[1]
@@ -102,6 +103,19 @@ def test_check_exits_1_until_what_is_wrong_is_fixed(run, uri, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["errors"] == 1
     assert run("check", uri)[0] == 0
     assert len(listed(run, uri)) == len(KEYS) - 1
+
+
+def test_an_object_whose_record_is_damaged_is_no_obstacle(run, uri, tmp_path):
+    store = LocalStore(tmp_path / "kv")
+    store._table.records[store._table.published()[0], KEY_WORD] ^= np.uint64(0x80)
+    store.close()
+    assert len(listed(run, uri)) == len(KEYS) - 1
+    data = json.loads(run("stat", uri, "--json", "-")[1])
+    assert data["objects"] == sum(group["objects"] for group in data["groups"])
+    code, out, _ = run("clear", uri)
+    assert (code, f"removed {len(KEYS) - 1} objects" in out) == (0, True)
+    assert run("check", uri, "--fix")[0] == 1
+    assert run("check", uri)[0] == 0
 
 
 def test_a_store_that_cannot_do_it_says_so(run, monkeypatch):

@@ -9,9 +9,10 @@ import pytest
 from hybridkv.errors import StoreClosedError
 from hybridkv.stores.base import GetResult, PutHint, PutResult
 from hybridkv.stores.eviction import LruStamps
-from hybridkv.stores.local.geometry import ARENA_SHIFT, KEY_WORD, Field, Geometry
+from hybridkv.stores.local.geometry import ARENA_SHIFT, BUCKET_WORDS, KEY_WORD, Field, Geometry
 from hybridkv.stores.local.index import BucketIndex
 from hybridkv.stores.local.putting import STEP_KEYS
+from hybridkv.stores.local.slots import SlotTable
 from hybridkv.stores.local.store import LocalStore
 from hybridkv.testing.stores import StoreTests, Workbench, payload, run_store_machine
 
@@ -86,6 +87,12 @@ def bench(path, points):
     bench.store.close()
 
 
+def vanish(store):
+    """Leave what a killed process leaves: the file of its id, but no lock."""
+    os.close(store._directory._own_fd)
+    store._directory._own_fd = -1
+
+
 @pytest.fixture
 def other(bench, path):  # noqa: ARG001 - it makes the directory
     other = Workbench(LocalStore(path), 200 * SLOT)
@@ -146,6 +153,20 @@ def test_a_put_that_fails_gives_its_reservation_back(bench, monkeypatch):
             put_many(bench, ["a", "b"])
     assert bench.store.check().reserved_objects == 0
     assert bench.store.contains(["a", "b"]) == [False, False]
+    assert put_many(bench, [f"{idx}" for idx in range(64)]) == [STORED] * 64
+
+
+@pytest.mark.parametrize("point", ["publish: record written", "publish: readable", "publish: indexed"])
+def test_a_put_that_fails_while_it_publishes_leaves_whole_objects_or_none(bench, points, point):
+    def fail():
+        raise RuntimeError("broken")
+
+    points.actions[point] = fail
+    with pytest.raises(RuntimeError, match="broken"):
+        put_many(bench, ["a", "b"])
+    report = bench.store.check()
+    assert (report.num_errors, report.reserved_objects) == (0, 0)
+    assert report.objects == sum(bench.store.contains(["a", "b"]))
     assert put_many(bench, [f"{idx}" for idx in range(64)]) == [STORED] * 64
 
 
@@ -231,6 +252,20 @@ def test_the_last_chunk_may_be_shorter(path):
     assert put_many(bench, [f"large/{idx}" for idx in range(17)], 2 * SLOT).count(STORED) == 17
 
 
+def test_a_shorter_last_chunk_changes_its_class_too(path):
+    bench = Workbench(LocalStore(path, 159 * SLOT), 400 * SLOT)
+    assert put_many(bench, [f"old/{idx}" for idx in range(71)], 2 * SLOT) == [STORED] * 71
+    assert put_many(bench, [f"small/{idx}" for idx in range(159)]) == [STORED] * 159
+
+
+def test_a_last_chunk_too_short_for_the_size_that_needs_room_is_not_emptied_for_it(path):
+    bench = Workbench(LocalStore(path, 159 * SLOT), 600 * SLOT)  # 17 chunks of 9 slots, one of 6
+    assert put_many(bench, [f"old/{idx}" for idx in range(18)], 5 * SLOT) == [STORED] * 18
+    results = put_many(bench, [f"large/{idx}" for idx in range(18)], 9 * SLOT)
+    assert results == [STORED] * 17 + [REFUSED]
+    assert bench.store.stats().objects == 17 + 1
+
+
 def test_reservations_of_a_store_that_vanished_are_free_again(bench, path):
     other = LocalStore(path)
     put_many(bench, [f"old/{idx}" for idx in range(64)])
@@ -238,10 +273,29 @@ def test_reservations_of_a_store_that_vanished_are_free_again(bench, path):
         other._table.take(other._table.published()[:32])
     assert bench.store.check().reserved_objects == 32
     assert put_many(bench, [f"new/{idx}" for idx in range(64)]).count(STORED) == 32
-    os.close(other._directory._own_fd)  # what a killed process leaves: the file, but no lock
-    other._directory._own_fd = -1
+    vanish(other)
     assert put_many(bench, [f"newer/{idx}" for idx in range(64)]) == [STORED] * 64
     assert bench.store.check().reserved_objects == 0
+
+
+def test_another_size_gets_the_chunks_in_which_a_store_that_vanished_had_reservations(bench, path):
+    other = LocalStore(path)
+    put_many(bench, [f"old/{idx}" for idx in range(64)])
+    with other._directory.locked():
+        other._table.take(other._table.published()[::4])  # one in each chunk
+    vanish(other)
+    assert put_many(bench, [f"large/{idx}" for idx in range(32)], 2 * SLOT) == [STORED] * 32
+
+
+def test_a_late_readers_stamp_hides_no_reservation_of_a_store_that_vanished(bench, path):
+    other = LocalStore(path)
+    put_many(bench, [f"old/{idx}" for idx in range(64)])
+    with other._directory.locked():
+        reserved = other._table.published()[:32]
+        other._table.take(reserved)
+    bench.store._table.served(reserved, bench.store._table.now())
+    vanish(other)
+    assert put_many(bench, [f"new/{idx}" for idx in range(64)]) == [STORED] * 64
 
 
 def test_calls_in_flight_end_before_the_store_closes(bench, points):
@@ -309,9 +363,34 @@ def test_check_finds_and_fixes_a_damaged_index(bench):
     assert bench.store.check().stale_entries == 0
 
 
+def test_a_repair_that_is_interrupted_loses_nothing_and_hides_nothing(bench, other, monkeypatch):
+    keys = [f"{idx}" for idx in range(20)]
+    put_many(bench, keys)
+
+    def interrupt(*_):
+        seen.append(other.store.contains(keys))
+        raise KeyboardInterrupt
+
+    seen = []
+    monkeypatch.setattr(SlotTable, "reindex", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench.store.check(fix=True)
+    assert seen == [[True] * 20]
+    assert bench.store.check().num_errors == 0
+
+
+def test_check_fixes_entries_at_a_wrong_place(bench):
+    put_many(bench, ["a"])
+    index = bench.store._table.index._flat
+    index[:] = np.roll(index, BUCKET_WORDS)
+    assert bench.store.check(fix=True).lost_objects == 1
+    report = bench.store.check()
+    assert (report.objects, report.num_errors, report.stale_entries) == (1, 0, 0)
+
+
 def test_an_object_that_was_lost_and_put_again_is_kept_once(bench):
     bench.put("a", payload("a", SLOT))
-    bench.store._table.index.clear()
+    bench.store._table.index._flat[:] = 0
     assert bench.put("a", payload("a", SLOT)) is STORED
     assert bench.store.check(fix=True).lost_objects == 1
     assert bench.store.check().objects == 1
@@ -345,7 +424,7 @@ def test_full_buckets_overflow_into_their_twins_and_then_refuse():
     positions, found = index.candidates(hashes)
     assert sorted(positions[positions == found].tolist()) == np.flatnonzero(done).tolist()
     index.delete(hashes, slots)
-    assert not index.entries()[0].size
+    assert not index._flat.any()
 
 
 def test_hashes_that_look_alike_are_candidates_of_each_other():

@@ -98,7 +98,7 @@ def half_done(tmp_path_factory):
 def test_a_kill_at_any_step_loses_nothing_tears_nothing_leaks_nothing(half_done, tmp_path):
     template, keys = half_done
     steps = steps_of(shutil.copytree(template, tmp_path / "trial"))
-    assert any(step.startswith("reap") for step in steps)
+    assert any(step.startswith("settle") for step in steps)
     assert any(step.startswith("chunk") for step in steps)
 
     def kill_at(step: int) -> None:

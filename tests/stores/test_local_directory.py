@@ -1,6 +1,7 @@
 """What a local store makes of directories, disks and clocks that are not as they should be."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import shutil
@@ -58,7 +59,13 @@ def test_a_new_directory_needs_a_capacity_and_an_old_one_has_it(path):
 
 
 @pytest.mark.parametrize(
-    "uri", ["local://?capacity=1GiB", "local:///?capacity=1GiB", "local://host/x?capacity=1GiB"]
+    "uri",
+    [
+        "local://?capacity=1GiB",
+        "local:///?capacity=1GiB",
+        "local:///a%00b?capacity=1GiB",
+        "local://host/x?capacity=1GiB",
+    ],
 )
 def test_a_uri_without_an_absolute_path_is_a_config_error(uri):
     with pytest.raises(ConfigError, match="three slashes"):
@@ -224,6 +231,68 @@ def test_holes_in_a_copied_arena_get_their_space(bench, path):
     assert (path / "hkv-arena").stat().st_blocks * 512 >= num_bytes
 
 
+def test_the_space_of_an_arena_whose_making_was_killed_is_free_for_the_next(path, monkeypatch):
+    def die(point):
+        if point == "create: arena allocated":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalStore(path, CAPACITY_BYTES, at_point=die)
+    real = os.statvfs
+
+    def statvfs(of):
+        """A file system that has room for one such store."""
+        room = [*real(of)]
+        room[4] = (2 * CAPACITY_BYTES - files_bytes(path)) // room[1]
+        return os.statvfs_result(room)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    LocalStore(path, CAPACITY_BYTES).close()
+
+
+def files_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("hkv-arena"))
+
+
+def test_a_store_that_cannot_be_opened_keeps_nothing_open(bench, path):
+    bench.store.close()
+    with (path / "hkv-meta").open("r+b") as file:
+        file.seek(Geometry.of(CAPACITY_BYTES).chunks_offset)
+        file.write(struct.pack("<Q", 77))
+    with pytest.raises(StoreError, match="damaged"):
+        LocalStore(path)
+    assert not list((path / "hkv-own").iterdir())
+    gc.collect()
+    assert not [file for file in held_files() if str(path) in file]
+
+
+def held_files() -> list[str]:
+    return [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+
+
+def test_holes_in_a_copied_meta_file_get_their_space(path, monkeypatch):
+    data = payload(0, SLOT)
+    store = LocalStore(path, 16 * CAPACITY_BYTES)
+    Workbench(store, SLOT).put("a", data)
+    store.close()
+    space = (path / "hkv-meta").stat().st_blocks
+    whole = (path / "hkv-meta").read_bytes()
+    with (path / "hkv-meta").open("wb") as file:
+        for start in range(0, len(whole), 4096):
+            if any(whole[start : start + 4096]):
+                file.seek(start)
+                file.write(whole[start : start + 4096])
+        file.truncate(len(whole))
+    assert (path / "hkv-meta").stat().st_blocks < space
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail_with(errno.ENOSPC, calls_before=0))
+        with pytest.raises(StoreError, match="no space left"):
+            LocalStore(path)
+    copied = Workbench(LocalStore(path), SLOT)
+    assert (path / "hkv-meta").stat().st_blocks >= space
+    assert copied.get("a", SLOT) == (GetResult.OK, data)
+
+
 # --- sharing ------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +336,68 @@ def test_a_forked_child_cannot_use_its_parents_store(bench):
     child.join()
     assert bench.contains("a")
     assert bench.put("b", payload(1, SLOT)) is PutResult.STORED
+
+
+def test_a_store_whose_directory_is_removed_says_so_and_touches_no_new_one(bench, path):
+    data = payload(0, SLOT)
+    bench.put("a", data)
+    shutil.rmtree(path)
+    new = Workbench(LocalStore(path, CAPACITY_BYTES), SLOT)
+    assert bench.get("a", SLOT) == (GetResult.OK, data)
+    with pytest.raises(StoreError, match="was removed or replaced while it was open; open it anew"):
+        bench.put("b", data)
+    bench.store.close()
+    assert len(list((path / "hkv-own").iterdir())) == 1
+    assert new.put("c", data) is PutResult.STORED
+    new.store.close()
+
+
+@pytest.mark.parametrize("name", ["hkv-lock", "hkv-own/1"])
+def test_a_store_whose_lock_is_removed_says_so(bench, path, name):
+    (path / name).unlink()
+    with pytest.raises(StoreError, match="was removed or replaced"):
+        bench.put("a", payload(0, SLOT))
+
+
+def test_a_store_whose_directory_is_renamed_stays_whole(bench, path):
+    other = Workbench(LocalStore(path), 80 * SLOT)
+    path.rename(path.parent / "elsewhere")
+    new = LocalStore(path, CAPACITY_BYTES)
+    assert not bench.store._directory.is_dead(other.store._directory.owner)
+    other.store.close()
+    assert bench.put("a", payload(0, SLOT)) is PutResult.STORED
+    new.close()
+
+
+def test_a_removed_meta_file_harms_nobody_who_has_it_open(bench, path):
+    data = payload(0, SLOT)
+    bench.put("a", data)
+    (path / "hkv-meta").unlink()
+    new = Workbench(LocalStore(path, CAPACITY_BYTES), 80 * SLOT)
+    assert new.store._directory.owner != bench.store._directory.owner
+    for idx in range(64):
+        assert new.put(f"{idx}", payload(idx, SLOT)) is PutResult.STORED
+    assert bench.get("a", SLOT) == (GetResult.OK, data)
+    new.store.close()
+
+
+def test_a_put_without_free_file_descriptors_is_a_store_error(bench, path, monkeypatch):
+    """One that has to find out whether others' reservations are dead."""
+
+    def refuse(*_arguments, **_named):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    keys = [f"{idx}" for idx in range(64)]
+    bench.store.put(keys, [bench.source(payload(idx, SLOT)) for idx in range(64)])
+    other = LocalStore(path)
+    with other._directory.locked():
+        other._table.take(other._table.published()[:4])
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, "open", refuse)
+        with pytest.raises(StoreError, match="Too many open files"):
+            bench.put("a", payload(0, SLOT))
+    assert bench.put("a", payload(0, SLOT)) is PutResult.STORED
+    other.close()
 
 
 # --- clocks -------------------------------------------------------------------------------------------------

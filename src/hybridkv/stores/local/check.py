@@ -1,13 +1,12 @@
 """Verifies a local store: payloads against their checksums, records against the index."""
 
 import numpy as np
-import xxhash
 
 from hybridkv.stores.base import CheckReport
 from hybridkv.stores.local.directory import StoreDirectory
 from hybridkv.stores.local.geometry import KEY_WORD, Field
 from hybridkv.stores.local.index import Bools, Numbers
-from hybridkv.stores.local.key_batch import checksum
+from hybridkv.stores.local.key_batch import checksum, key_of
 from hybridkv.stores.local.slots import SlotTable
 
 
@@ -17,14 +16,14 @@ def check_store(directory: StoreDirectory, table: SlotTable, *, fix: bool) -> Ch
     Args:
         directory: open.
         table: of the directory.
-        fix: discard what is damaged and make the index anew; others may miss objects for that moment.
+        fix: discard what is damaged and repair the index, in which what is right stays all the time.
     """
     with directory.locked():
         table.reap()
         slots = table.published()
         records = table.records.take(slots, axis=0)
         is_lost = table.find(table.keys_of(slots)).slots != slots if slots.size else slots > 0
-        stale = _num_stale(table, slots)
+        stale = len(_strays(table, slots))
         reserved = int((table.records[table.all_slots(), Field.OWNER] > 0).sum())
     is_bad = ~_verified(directory, table, slots)
     with directory.locked():
@@ -32,8 +31,9 @@ def check_store(directory: StoreDirectory, table: SlotTable, *, fix: bool) -> Ch
         corrupt = slots[is_bad & is_same]
         if fix:
             table.discard(corrupt)
-            table.index.clear()
-            table.reindex(table.published())
+            published = table.published()
+            table.index.erase(_strays(table, published))
+            table.reindex(published)
     return CheckReport(
         objects=len(slots),
         used_bytes=int(records[:, Field.NUM_BYTES].sum()),
@@ -45,12 +45,9 @@ def check_store(directory: StoreDirectory, table: SlotTable, *, fix: bool) -> Ch
     )
 
 
-def _num_stale(table: SlotTable, published: Numbers) -> int:
-    """Count the index's entries that name no published slot of their hash: misses, not errors."""
-    halves, slots = table.index.entries()
-    safe = np.minimum(slots, len(table.records) - 1)
-    right = np.isin(slots, published) & (table.records[safe, Field.HASH] >> np.uint64(32) == halves)
-    return int((~right).sum())
+def _strays(table: SlotTable, published: Numbers) -> Numbers:
+    """Return where the index names no published slot of the hash there: misses, not errors."""
+    return table.index.strays(table.records[published, Field.HASH], published)
 
 
 def _verified(directory: StoreDirectory, table: SlotTable, slots: Numbers) -> Bools:
@@ -63,10 +60,9 @@ def _verified(directory: StoreDirectory, table: SlotTable, slots: Numbers) -> Bo
     ):
         record = table.records[slot].copy()
         key_hash, num_bytes = int(record[Field.HASH]), int(record[Field.NUM_BYTES])
-        key = record[KEY_WORD:].tobytes()[: int(record[Field.KEY_CHARS])]
         good[idx] = (
             0 < num_bytes <= room
-            and xxhash.xxh3_64_intdigest(key) == key_hash
+            and key_of(record) is not None
             and checksum(arena[place : place + num_bytes], key_hash) == int(record[Field.CHECKSUM])
         )
     return good

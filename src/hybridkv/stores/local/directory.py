@@ -60,11 +60,13 @@ class StoreDirectory:
     def __init__(self, path: Path, capacity_bytes: int | None, at_point: AtPoint) -> None:
         self.path = path
         self._thread_lock = threading.Lock()
-        self._lock_fd = self._own_fd = self._meta_fd = -1
+        self._lock_fd = self._own_fd = self._own_dir_fd = self._meta_fd = -1
+        self._unmap()
         try:
             wanted = _agreed(path, capacity_bytes)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             (path / OWN).mkdir(mode=0o700, exist_ok=True)
+            self._own_dir_fd = os.open(path / OWN, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._lock_fd = _open(path / LOCK, os.O_CREAT)
             with self.locked():
                 if not (path / META).exists():
@@ -74,10 +76,14 @@ class StoreDirectory:
                 self._register_owner(at_point)
         except OSError as error:
             self.close()
-            raise StoreError(f"local store {path}: {error.strerror or error}") from error
+            raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
+
+    def _unmap(self) -> None:
+        self.meta: Words = np.zeros(0, dtype="<u8")
+        self.arena = np.zeros(0, dtype=np.uint8)
 
     def _map(self) -> None:
         for name, num_bytes in ((META, self.geometry.meta_bytes), (ARENA, self.geometry.arena_bytes)):
@@ -88,7 +94,7 @@ class StoreDirectory:
                     f"replaced and is left as it is: restore it or remove the directory"
                 )
         self._meta_fd = _open(self.path / META)
-        self.meta: Words = np.frombuffer(mmap.mmap(self._meta_fd, self.geometry.meta_bytes), dtype="<u8")
+        self.meta = np.frombuffer(mmap.mmap(self._meta_fd, self.geometry.meta_bytes), dtype="<u8")
         arena_fd = _open(self.path / ARENA)
         try:
             if os.fstat(arena_fd).st_blocks * 512 < self.geometry.arena_bytes:  # a copy with holes
@@ -98,22 +104,43 @@ class StoreDirectory:
             os.close(arena_fd)
 
     def _register_owner(self, at_point: AtPoint) -> None:
-        self.owner = int(self.meta[HeaderWord.LAST_OWNER]) + 1
-        self.meta[HeaderWord.LAST_OWNER] = self.owner
-        at_point("open: owner counted")
-        self._own_fd = _open(self.path / OWN / str(self.owner), os.O_CREAT)
+        while self._own_fd < 0:
+            self.owner = int(self.meta[HeaderWord.LAST_OWNER]) + 1
+            self.meta[HeaderWord.LAST_OWNER] = self.owner
+            at_point("open: owner counted")
+            # A file of this id is there only if the meta file is new or damaged: somebody else's, so go on.
+            with suppress(FileExistsError):
+                self._own_fd = self._open_own(self.owner, os.O_CREAT | os.O_EXCL)
         at_point("open: owner file made")
         fcntl.flock(self._own_fd, fcntl.LOCK_EX)
 
+    def _open_own(self, owner: int, flags: int = 0) -> int:
+        """Open the file of an id in the directory that was opened, whatever its path leads to by now."""
+        return _open(str(owner), flags, dir_fd=self._own_dir_fd)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock against all threads and processes; never while copying payloads."""
+        """Hold the lock against all threads and processes; never while copying payloads.
+
+        Raises:
+            StoreError: the operating system refused something, or a file of locks was removed: then nobody
+                knows who is alive.
+        """
         with self._thread_lock:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
             try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+                if not all(os.fstat(fd).st_nlink for fd in (self._lock_fd, self._own_fd) if fd >= 0):
+                    raise StoreError(
+                        f"local store {self.path} was removed or replaced while it was open; open it anew"
+                    )
                 yield
+            except OSError as error:
+                raise self._failed(error) from error
             finally:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def _failed(self, error: OSError) -> StoreError:
+        return StoreError(f"local store {self.path}: {error.strerror or error}")
 
     def allocate_meta(self, offset: int, num_bytes: int) -> bool:
         """Give a range of the meta file its space; ``False`` where the file system has none left."""
@@ -122,18 +149,22 @@ class StoreDirectory:
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                 return False
-            raise StoreError(f"local store {self.path}: {error.strerror}") from error
+            raise
         return True
+
+    def meta_space(self) -> int:
+        """Return the bytes of the meta file that have their space."""
+        return os.fstat(self._meta_fd).st_blocks * 512
 
     def owners(self) -> set[int]:
         """Return the ids of all other open stores, and of those whose process died."""
-        names = os.listdir(self.path / OWN)  # noqa: PTH208 - names only
+        names = os.listdir(self._own_dir_fd)  # noqa: PTH208 - names only
         return {int(name) for name in names if name.isdecimal()} - {self.owner}
 
     def is_dead(self, owner: int) -> bool:
         """Tell whether a store is open no more; the caller holds the lock."""
         try:
-            fd = _open(self.path / OWN / str(owner))
+            fd = self._open_own(owner)
         except FileNotFoundError:
             return True
         try:
@@ -146,7 +177,8 @@ class StoreDirectory:
 
     def forget_owner(self, owner: int) -> None:
         """Remove what a dead store left in the directory."""
-        (self.path / OWN / str(owner)).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(str(owner), dir_fd=self._own_dir_fd)
 
     def close(self) -> None:
         """Close the files; the mappings end with the last array that looks into them."""
@@ -154,17 +186,18 @@ class StoreDirectory:
             with suppress(OSError):
                 self.forget_owner(self.owner)
         self.drop_files()
+        self._unmap()
 
     def drop_files(self) -> None:
         """Close the files only: a forked child must not keep its parent's locks alive."""
-        for fd in (self._own_fd, self._meta_fd, self._lock_fd):
+        for fd in (self._own_fd, self._own_dir_fd, self._meta_fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
-        self._own_fd = self._meta_fd = self._lock_fd = -1
+        self._own_fd = self._own_dir_fd = self._meta_fd = self._lock_fd = -1
 
 
-def _open(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+def _open(path: Path | str, flags: int = 0, dir_fd: int | None = None) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600, dir_fd=dir_fd)
 
 
 def _agreed(path: Path, capacity_bytes: int | None) -> Geometry:
@@ -194,6 +227,7 @@ def _agreed(path: Path, capacity_bytes: int | None) -> Geometry:
 
 def _create(path: Path, geometry: Geometry, at_point: AtPoint) -> None:
     """Make the files; the meta file gets its name last, so that an unfinished store does not exist."""
+    _remove_unfinished(path)
     needed = geometry.arena_bytes + geometry.stamps_offset + geometry.capacity_bytes // _MIN_RECORD_SHARE
     status = os.statvfs(path)
     free = status.f_bavail * status.f_frsize
@@ -210,16 +244,21 @@ def _create(path: Path, geometry: Geometry, at_point: AtPoint) -> None:
         (path / _UNFINISHED).rename(path / META)
         at_point("create: meta named")
     except OSError as error:
-        for name in (ARENA, _UNFINISHED):
-            (path / name).unlink(missing_ok=True)
+        _remove_unfinished(path)
         if error.errno == errno.ENOSPC:
             raise ConfigError(_no_room(path, geometry, needed, free)) from error
         raise
 
 
+def _remove_unfinished(path: Path) -> None:
+    """Free the space of files without a meta file; who still maps them keeps them as they are."""
+    for name in (ARENA, _UNFINISHED):
+        (path / name).unlink(missing_ok=True)
+
+
 def _allocate(path: Path, num_bytes: int) -> None:
     """Make a file whose space is really there: a hole in a full tmpfs would end the process later."""
-    fd = _open(path, os.O_CREAT | os.O_TRUNC)
+    fd = _open(path, os.O_CREAT | os.O_EXCL)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     finally:

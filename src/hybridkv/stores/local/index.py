@@ -65,14 +65,16 @@ class BucketIndex:
         places = self._places(self._bucket_pairs(hashes))
         self._flat[places[self._flat[places] == _entries(hashes, slots)[:, None]]] = 0
 
-    def entries(self) -> tuple[Words, Numbers]:
-        """Return the upper halves of the hashes and the slots of all entries."""
-        taken = self._flat[(self._flat & _LOW) != 0]
-        return taken >> _HALF, _slots(taken)
+    def strays(self, hashes: Words, slots: Numbers) -> Numbers:
+        """Return the places of all entries but those of some slots where their hashes have them."""
+        places = self._places(self._bucket_pairs(hashes))
+        is_stray = self._flat != 0
+        is_stray[places[self._flat[places] == _entries(hashes, slots)[:, None]]] = False
+        return np.flatnonzero(is_stray)
 
-    def clear(self) -> None:
-        """Remove all entries; the caller holds the lock."""
-        self._flat[:] = 0
+    def erase(self, places: Numbers) -> None:
+        """Remove the entries at some places; the caller holds the lock."""
+        self._flat[places] = 0
 
     def _bucket_pairs(self, hashes: Words) -> Numbers:
         """Return the two buckets of each hash, (n, 2)."""

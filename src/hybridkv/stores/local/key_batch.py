@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from hybridkv.stores.local.geometry import KEY_WORD, Field
 from hybridkv.stores.local.index import Numbers, Words
 
 
@@ -45,6 +46,12 @@ class KeyBatch:
         return KeyBatch(
             hashes=self.hashes[positions], chars=self.chars[positions], words=self.words[positions]
         )
+
+
+def key_of(record: Words) -> bytes | None:
+    """Return a record's key, or ``None`` where it does not belong to the record's hash: damaged."""
+    key = record[KEY_WORD:].tobytes()[: int(record[Field.KEY_CHARS])]
+    return key if xxhash.xxh3_64_intdigest(key) == int(record[Field.HASH]) else None
 
 
 checksum = xxhash.xxh3_64_intdigest

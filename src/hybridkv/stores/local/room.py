@@ -5,6 +5,8 @@ typical object is older than the oldest one of the class that needs room is empt
 that classes which nobody uses any more give their space up.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,18 +105,29 @@ class Room:
         """Look at a whole class for its oldest slots; what dead stores hold there is reaped first."""
         table = self._table
         slots = table.class_slots(need.slot_bytes)
-        stamps = table.stamps[slots]
-        reserved = slots[stamps == RESERVED_STAMP]
-        if (table.records[reserved, Field.OWNER] != self._owner).any():
-            table.reap()
-            stamps = table.stamps[slots]
+        self._reap_reserved(slots[table.stamps[slots] == RESERVED_STAMP])
+        scan = self._oldest(slots, need)
+        # A late reader's stamp may hide a reservation until it is among the oldest.
+        if self._reap_reserved(scan.slots):
+            scan = self._oldest(slots, need)
+        self._scans[need.slot_bytes] = scan
+        return scan
+
+    def _oldest(self, slots: Numbers, need: Need) -> _Scan:
+        stamps = self._table.stamps[slots]
         count = min(len(slots), max(MIN_CANDIDATES, need.count, len(slots) // CANDIDATE_SHARE))
         oldest = np.argpartition(stamps, count - 1)[:count] if count else slots
         oldest = oldest[np.argsort(stamps[oldest], kind="stable")]
         oldest = oldest[stamps[oldest] < RESERVED_STAMP]
-        scan = _Scan(self._changes(), slots[oldest], stamps[oldest])
-        self._scans[need.slot_bytes] = scan
-        return scan
+        return _Scan(self._changes(), slots[oldest], stamps[oldest])
+
+    def _reap_reserved(self, slots: Numbers) -> bool:
+        """Reap if other stores, maybe dead ones, have reserved any of the slots; tell whether."""
+        owners = self._table.records[slots, Field.OWNER]
+        is_reserved = bool(((owners != 0) & (owners != self._owner)).any())
+        if is_reserved:
+            self._table.reap()
+        return is_reserved
 
     def _add_chunk(self, need: Need, *, older_than: int) -> bool:
         """Give the class a chunk more: one without a class, else another class's that is old enough."""
@@ -134,25 +147,29 @@ class Room:
         """Return the unused chunk of another class whose median stamp is the oldest, if old enough."""
         table = self._table
         best, best_median = None, older_than
-        for other in table.classes() if older_than else ():
-            if other == need.slot_bytes:
-                continue
-            chunks, slots = self._whole_chunks(other, need)
+        if older_than:
+            self._reap_reserved(table.all_slots())
+        for chunks, slots in self._others(need) if older_than else ():
             stamps = table.stamps[slots]
             middle = slots.shape[1] // 2
             medians = np.partition(stamps, middle, axis=1)[:, middle]
             is_used = (stamps >= need.before).any(axis=1) | table.records[slots, Field.OWNER].any(axis=1)
             medians[is_used] = RESERVED_STAMP
-            if medians.size and medians.min() < best_median:
+            if medians.min() < best_median:
                 best, best_median = int(chunks[medians.argmin()]), int(medians.min())
         return best
 
-    def _whole_chunks(self, slot_bytes: int, need: Need) -> tuple[Numbers, Numbers]:
-        """Return chunks of a class, without a shorter last one, and their slots, one row a chunk."""
+    def _others(self, need: Need) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield chunks of other classes that could be given up, and their slots, one row a chunk."""
         geometry = self._table.geometry
-        count = geometry.chunk_bytes // slot_bytes
-        chunks = self._table.chunks_of(slot_bytes)
-        is_whole = [geometry.num_slots_of(chunk, slot_bytes) == count for chunk in chunks.tolist()]
-        chunks = chunks[np.array(is_whole, dtype=np.bool_)]
-        chunks = chunks[~np.isin(chunks, need.keep // geometry.slots_per_chunk)]
-        return chunks, chunks[:, None] * geometry.slots_per_chunk + np.arange(count)
+        kept = set((need.keep // geometry.slots_per_chunk).tolist())
+        for other in self._table.classes():
+            if other == need.slot_bytes:
+                continue
+            by_count = defaultdict(list)  # the last chunk may be shorter
+            for chunk in self._table.chunks_of(other).tolist():
+                if chunk not in kept and geometry.num_slots_of(chunk, need.slot_bytes):
+                    by_count[geometry.num_slots_of(chunk, other)].append(chunk)
+            for count, alike in by_count.items():
+                chunks = np.array(alike)
+                yield chunks, chunks[:, None] * geometry.slots_per_chunk + np.arange(count)

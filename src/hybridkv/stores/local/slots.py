@@ -215,7 +215,7 @@ class SlotTable:
     def release(self, slots: Numbers) -> None:
         """Give reserved slots back; those that this store has not reserved are left alone."""
         if slots.size:
-            self._free(slots[self._owners[slots] == self._directory.owner])
+            self._settle(slots[self._owners[slots] == self._directory.owner])
 
     def discard(self, slots: Numbers) -> None:
         """Make published slots free."""
@@ -292,6 +292,17 @@ class SlotTable:
 
     # --- under the lock: recover ---------------------------------------------------------------------------
 
+    def fill_holes(self) -> None:
+        """Give what is in use of the meta file its space, where the file is a copy with holes."""
+        geometry, used = self.geometry, np.flatnonzero(self.chunks).tolist()
+        num_slots = sum(geometry.num_slots_of(chunk, int(self.chunks[chunk])) for chunk in used)
+        if self._directory.meta_space() >= geometry.stamps_offset + 8 * (1 + RECORD_WORDS) * num_slots:
+            return
+        if not self._directory.allocate_meta(0, geometry.stamps_offset) or not all(
+            self.allocate_records(chunk, int(self.chunks[chunk])) for chunk in used
+        ):
+            raise StoreError(f"local store {self._directory.path}: no space left for the meta file's holes")
+
     def let_time_go_on(self) -> None:
         """Raise the base of the stamps where the monotonic clock began anew: after a restart."""
         youngest = int(self.stamps[self.published()].max(initial=0))
@@ -306,14 +317,17 @@ class SlotTable:
         known = self._directory.owners() | set(np.unique(owners[owners > 0]).tolist())
         for owner in known - {self._directory.owner}:
             if self._directory.is_dead(owner):
-                left = slots[owners == owner]
-                published = _is_published(self._generations[left])
-                self.reindex(left[published])
-                self._at_point("reap: published completed")
-                self._free(left[~published])
-                self._at_point("reap: reserved freed")
+                self._settle(slots[owners == owner])
                 self._directory.forget_owner(owner)
                 self._at_point("reap: owner forgotten")
+
+    def _settle(self, owned: Numbers) -> None:
+        """Complete the slots of one store that are readable already, and free the others."""
+        published = _is_published(self._generations[owned])
+        self.reindex(owned[published])
+        self._at_point("settle: published completed")
+        self._free(owned[~published])
+        self._at_point("settle: reserved freed")
 
     def reindex(self, slots: Numbers) -> None:
         """Put published slots into the index again, ownerless; what another slot holds too is freed."""

@@ -17,9 +17,9 @@ from hybridkv.stores.eviction import LruStamps, StampPolicy
 from hybridkv.stores.gate import Gate
 from hybridkv.stores.local.check import check_store
 from hybridkv.stores.local.directory import AtPoint, StoreDirectory
-from hybridkv.stores.local.geometry import KEY_WORD, Field
+from hybridkv.stores.local.geometry import Field
 from hybridkv.stores.local.index import Numbers, Words
-from hybridkv.stores.local.key_batch import KeyBatch, checksum
+from hybridkv.stores.local.key_batch import KeyBatch, checksum, key_of
 from hybridkv.stores.local.putting import Putting
 from hybridkv.stores.local.slots import SlotTable
 from hybridkv.stores.regions import Pieces, Region, RegionTable
@@ -62,13 +62,18 @@ class LocalStore:
         self.path = path
         self._gate, self._regions = Gate(), RegionTable()
         self._directory = StoreDirectory(path, capacity_bytes, at_point)
-        self._table = SlotTable(self._directory, LruStamps() if policy is None else policy, at_point)
-        self._putting = Putting(self._directory, self._table, at_point)
-        self._arena = self._directory.arena.data
-        self._corrupt_objects = 0
-        with self._directory.locked():
-            self._table.let_time_go_on()
-            self._table.reap()
+        try:
+            self._table = SlotTable(self._directory, LruStamps() if policy is None else policy, at_point)
+            self._putting = Putting(self._directory, self._table, at_point)
+            self._arena = self._directory.arena.data
+            self._corrupt_objects = 0
+            with self._directory.locked():
+                self._table.fill_holes()
+                self._table.let_time_go_on()
+                self._table.reap()
+        except BaseException:
+            self._directory.close()
+            raise
         _open_stores.add(self)
 
     def register(self, buffer: "Buffer") -> Region:
@@ -169,10 +174,13 @@ class LocalStore:
                 self._table.discard(slots[slots >= 0])
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects, as they were at the call, whose key begins with ``prefix``."""
+        """Yield the objects, as they were at the call, whose key begins with ``prefix``.
+
+        One whose record is damaged has no key and is left to ``check``.
+        """
         with self._gate.inside(), self._directory.locked():
             rows = self._table.records[self._table.published()]
-        return (info for info in map(_info, rows) if info.key.startswith(prefix))
+        return (info for info in map(_info, rows) if info is not None and info.key.startswith(prefix))
 
     def stats(self) -> StoreStats:
         """Return the counts of this moment."""
@@ -201,6 +209,7 @@ class LocalStore:
             _open_stores.discard(self)
             self._directory.close()
             self._regions.clear()
+            del self._table, self._putting, self._arena  # and with them the mappings
 
     def abandon_after_fork(self) -> None:
         """Make a forked child's store unusable: the parent's locks and reservations are not its own."""
@@ -210,11 +219,13 @@ class LocalStore:
         self._directory.drop_files()
 
 
-def _info(record: Words) -> ObjectInfo:
-    key = bytes(record[KEY_WORD:])[: int(record[Field.KEY_CHARS])].decode("ascii", "replace")
+def _info(record: Words) -> ObjectInfo | None:
+    key = key_of(record)
+    if key is None:
+        return None
     # A wall clock that was set back makes no age negative.
     age_s = max(0, time.time_ns() - int(record[Field.STORED_AT])) / 1e9
-    return ObjectInfo(key=key, num_bytes=int(record[Field.NUM_BYTES]), age_s=age_s)
+    return ObjectInfo(key=key.decode(), num_bytes=int(record[Field.NUM_BYTES]), age_s=age_s)
 
 
 def _abandon_all() -> None:
@@ -233,7 +244,7 @@ def open_local(uri: "StoreUri") -> LocalStore:
         StoreError: the directory cannot be used.
     """
     uri.check_settings("capacity")
-    if uri.authority or not uri.path.strip("/"):
+    if uri.authority or not uri.path.strip("/") or "\0" in uri.path:
         raise ConfigError(
             "a local store is a directory: write local:///path?capacity=64GiB, with three slashes"
         )
