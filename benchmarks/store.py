@@ -4,8 +4,8 @@
 
 Every contender is full and warm before it is timed: each put makes room first. A round runs every contender
 once, one after the other; figures are medians over rounds, as shares of the copy loop of the same rounds:
-one call into C an object, with the same segments. All but the copy loop hash and verify payloads. LMDB and
-diskcache take part where they are installed.
+one call into C an object, with the same segments. All but the copy loop hash and verify payloads. LMDB,
+diskcache and Mooncake take part where they are installed.
 """
 
 import argparse
@@ -266,15 +266,54 @@ class DiskCache(Caretaker):
         self.cache.close()
 
 
+class Mooncake(Caretaker):
+    """The store on Mooncake, checksums and all; its storage node is another process, reached over TCP."""
+
+    def __init__(self, directory: Path, capacity_bytes: int, num_bytes: int) -> None:
+        from hybridkv.stores.mooncake.trial import TrialCluster
+        from hybridkv.stores.registry import open_store
+
+        super().__init__(capacity_bytes, num_bytes)
+        logs = directory / "mooncake"
+        logs.mkdir()
+        self.cluster = TrialCluster(logs, segment_bytes=2 * capacity_bytes)
+        self.store = open_store(self.cluster.uri)
+        self.known: dict[int, Memory] = {}
+
+    def _register(self, memory: Memory) -> None:
+        if id(memory) not in self.known:
+            self.known[id(memory)] = memory
+            self.store.register(memory.array)
+
+    def put(self, keys: Sequence[str], memory: Memory) -> None:
+        self._register(memory)
+        for key in keys:
+            self.digests[key] = 0  # the store keeps its own
+        old = self.room_for(keys)
+        if old:
+            self.store.discard(old)
+        if self.store.put(keys, memory.batch) != [PutResult.STORED] * len(keys):
+            raise RuntimeError("not all was stored")
+
+    def get(self, keys: Sequence[str], memory: Memory) -> None:
+        self._register(memory)
+        if self.store.get(keys, memory.batch) != [GetResult.OK] * len(keys):
+            raise RuntimeError("not all was served")
+
+    def close(self) -> None:
+        self.store.close()
+        self.cluster.close()
+
+
 CONTENDERS: dict[str, Callable[[Path, int, int], Contender]] = {
     "copy": CopyLoop,
     "local": Local,
     "LMDB": Lmdb,
     "files": Files,
     "diskcache": DiskCache,
+    "Mooncake": Mooncake,
 }
-"""By name; a contender over a distributed store would be one class and one row more."""
-NEEDS = {"LMDB": "lmdb", "diskcache": "diskcache"}
+NEEDS = {"LMDB": "lmdb", "diskcache": "diskcache", "Mooncake": "mooncake"}
 
 
 def keys_of(who: int, batch: int) -> list[str]:
