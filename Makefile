@@ -23,9 +23,10 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What runs a real Mooncake is covered by test-mooncake.
 coverage: $(VENV)/.ready
 	$(BIN)/pytest -q --cov --cov-report=
-	$(BIN)/coverage report --include='src/hybridkv/specs/*,src/hybridkv/plan/*,src/hybridkv/keys.py,src/hybridkv/stores/*,src/hybridkv/service/*,src/hybridkv/transfer/*' --fail-under=95 --skip-covered
+	$(BIN)/coverage report --omit='src/hybridkv/stores/mooncake/trial.py,src/hybridkv/stores/mooncake/node.py,src/hybridkv/stores/mooncake/tied.py' --include='src/hybridkv/specs/*,src/hybridkv/plan/*,src/hybridkv/keys.py,src/hybridkv/stores/*,src/hybridkv/service/*,src/hybridkv/transfer/*' --fail-under=95 --skip-covered
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -16,7 +16,7 @@ from hybridkv.stores.batch import check_batch
 from hybridkv.stores.gate import Gate
 from hybridkv.stores.mooncake.client import ABSENT, MISFIT, NO_ROOM, OK
 from hybridkv.stores.mooncake.connection import Connection
-from hybridkv.stores.mooncake.library import load_library
+from hybridkv.stores.mooncake.library import Library, load_library
 from hybridkv.stores.mooncake.master import ClusterCounts, Master
 from hybridkv.stores.mooncake.parcels import Item
 from hybridkv.stores.mooncake.settings import MooncakeSettings, settings_of
@@ -47,16 +47,19 @@ class MooncakeStore:
 
     Args:
         settings: how to reach the cluster.
+        library: Mooncake's classes; loaded when ``None``.
         clock: for pauses; the wait for a call takes real time.
 
     Raises:
         ConfigError: Mooncake's library, or one that it needs, is missing.
     """
 
-    def __init__(self, settings: MooncakeSettings, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, settings: MooncakeSettings, *, library: Library | None = None, clock: Clock | None = None
+    ) -> None:
         self._clock = clock or MonotonicClock()
         self._gate, self._regions = Gate(), RegionTable()
-        self._connection = Connection(load_library(), settings, self._clock)
+        self._connection = Connection(library or load_library(), settings, self._clock)
         self._transfers = Transfers(self._connection, settings)
         self._master = Master(settings.http)
         self._trailer_bytes = settings.trailer_bytes

@@ -1,0 +1,351 @@
+"""The store on Mooncake over a stand-in of its library; tests/mooncake drives the real one."""
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+from tests.stores.fake_mooncake import FAILED, NO_ANSWER, FakeCluster, FakeMaster
+
+from hybridkv.clock import ManualClock
+from hybridkv.errors import StoreClosedError, StoreError, StoreUnavailableError
+from hybridkv.stores.base import GetResult, PutResult
+from hybridkv.stores.mooncake import connection as connection_module
+from hybridkv.stores.mooncake import store as store_module
+from hybridkv.stores.mooncake.settings import MooncakeSettings
+from hybridkv.stores.mooncake.store import MooncakeStore, open_mooncake
+from hybridkv.stores.registry import parse_store_uri
+from hybridkv.testing.stores import StoreTests, Workbench, payload, run_store_machine
+
+
+@pytest.fixture(scope="module")
+def listener():
+    """What the probe of the master finds."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    fake = FakeCluster()
+    fake.master = FakeMaster(fake)
+    for module in (store_module, connection_module):
+        monkeypatch.setattr(module, "Master", lambda _address: fake.master)
+    return fake
+
+
+@pytest.fixture
+def opened(cluster, listener):
+    """Opens stores and closes them."""
+    stores = []
+
+    def open_one(**changes):
+        settings = MooncakeSettings(
+            **{"master": listener, "http": listener, "staging_bytes": 16 << 20, **changes}
+        )
+        stores.append(MooncakeStore(settings, library=cluster.library, clock=ManualClock()))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+class TestContract(StoreTests):
+    capacity_objects = None
+    is_lru = False
+    changes: dict = {}  # noqa: RUF012 - overridden, never changed
+
+    @pytest.fixture(autouse=True)
+    def _open(self, cluster, opened):
+        self.cluster, self.opened = cluster, opened
+
+    def make_store(self, _capacity_bytes):
+        self.cluster.values.clear()
+        return self.opened(**self.changes)
+
+
+class TestContractInPlace(TestContract):
+    changes = {"pack_bytes": 1}  # noqa: RUF012 - never changed
+
+
+class TestContractWithoutChecksums(TestContract):
+    changes = {"is_checksummed": False}  # noqa: RUF012 - never changed
+
+
+def test_it_behaves_like_a_dict(cluster, opened):
+    def make(_):
+        cluster.values.clear()
+        return opened()
+
+    run_store_machine(make, max_examples=10)
+
+
+def stored(store, key="a", data=b"x" * 1000):
+    bench = Workbench(store, 1 << 20)
+    assert bench.put(key, data) is PutResult.STORED
+    return bench
+
+
+def test_a_negative_answer_is_no_presence(cluster, opened):
+    store = opened()
+    stored(store)
+    cluster.answer = NO_ANSWER
+    with pytest.raises(StoreUnavailableError, match="does not answer: -900"):
+        store.contains(["a"])
+    cluster.answer = -1
+    assert store.contains(["a"]) == [False]
+
+
+def test_answers_of_another_number_are_refused(cluster, opened):
+    store = opened()
+    cluster.answer = lambda _names: []
+    with pytest.raises(StoreUnavailableError, match="0 answers for 1 names"):
+        store.contains(["a"])
+
+
+def test_an_object_that_cannot_be_removed_is_an_error(cluster, opened):
+    store = opened()
+    cluster.answer = -706
+    with pytest.raises(StoreUnavailableError, match="could not remove 1 values: -706"):
+        store.discard(["a"])
+
+
+def test_a_put_that_finds_no_room_is_tried_again_and_then_refused(cluster, opened):
+    store = opened()
+    cluster.num_full = 3
+    stored(store)
+    cluster.num_full = 100
+    assert Workbench(store, 100).put("b", b"y") is PutResult.REFUSED
+
+
+def test_other_failures_of_a_key_are_its_result(cluster, opened):
+    store = opened()
+    bench = stored(store)
+    exists = [0]
+    cluster.answer = lambda names: exists * len(names)
+    exists[0] = -714
+    assert bench.put("b", b"y") is PutResult.FAILED
+    assert bench.get("a", 1000)[0] is GetResult.FAILED
+
+
+def test_bytes_that_change_on_the_way_are_fetched_again(cluster, opened):
+    store = opened()
+    bench = stored(store)
+    name, value = next(iter(cluster.values.items()))
+    wrong = [b"!" + value[1:], b"!" + value[1:]]
+
+    class Flaky(dict):
+        def get(self, key, default=None):
+            return wrong.pop() if wrong and key == name else dict.get(self, key, default)
+
+    cluster.values = Flaky(cluster.values)
+    assert bench.get("a", 1000) == (GetResult.OK, b"x" * 1000)
+    assert not wrong
+    assert store.stats().corrupt_objects == 0
+
+
+def test_bytes_that_stay_wrong_are_discarded(cluster, opened):
+    store = opened()
+    bench = stored(store)
+    cluster.values["hkv:a"] = b"!" + cluster.values["hkv:a"][1:]
+    assert bench.get("a", 1000)[0] is GetResult.CORRUPT
+    assert cluster.values == {}
+    assert store.stats().corrupt_objects == 1
+
+
+def test_what_cannot_be_discarded_is_corrupt_all_the_same(cluster, opened):
+    store = opened()
+    bench = stored(store)
+    cluster.values["hkv:a"] = b"!" + cluster.values["hkv:a"][1:]
+    client = cluster.clients[-1]
+    client.batch_remove = lambda names, **_: [NO_ANSWER] * len(names)
+    assert bench.get("a", 1000)[0] is GetResult.CORRUPT
+
+
+def test_a_batch_that_fails_on_its_way_keeps_what_arrived(cluster, opened):
+    store = opened()
+    bench = Workbench(store, 1 << 20)
+    keys = [f"k/{idx}" for idx in range(600)]
+    assert store.put(keys, [bench.source(b"x" * 8) for _ in keys]) == [PutResult.STORED] * 600
+    client, get = cluster.clients[-1], cluster.clients[-1].batch_get_into_multi_buffers
+    calls = []
+
+    def fails_later(names, *columns):
+        calls.append(len(names))
+        return get(names, *columns) if len(calls) == 1 else [NO_ANSWER] * len(names)
+
+    client.batch_get_into_multi_buffers = fails_later
+    results = store.get(keys, [bench.lay_out(8) for _ in keys])
+    assert results == [GetResult.OK] * 256 + [GetResult.FAILED] * 344
+    assert calls[0] == 256
+
+
+def test_calls_are_spared_after_failures_and_tried_again_later(cluster, opened):
+    store = opened()
+    cluster.answer = NO_ANSWER
+    for _ in range(3):
+        with pytest.raises(StoreUnavailableError, match="does not answer"):
+            store.contains(["a"])
+    cluster.answer = None
+    num_calls = len(cluster.calls)
+    with pytest.raises(StoreUnavailableError, match="left alone for a while"):
+        store.contains(["a"])
+    assert len(cluster.calls) == num_calls
+    store._clock.sleep(connection_module.OPEN_S)
+    assert store.contains(["a"]) == [False]
+
+
+def test_a_client_whose_transfers_all_fail_is_replaced(cluster, opened):
+    store = opened()
+    bench = stored(store)
+    wedged = cluster.clients[-1]
+    wedged.batch_get_into_multi_buffers = lambda names, *_: [FAILED] * len(names)
+    for _ in range(connection_module.FAILURES_TO_REBUILD):
+        with pytest.raises(StoreUnavailableError, match="none of 1 values"):
+            bench.get("a", 1000)
+    assert store.num_rebuilt == 1
+    store._clock.sleep(connection_module.OPEN_S)
+    assert bench.get("a", 1000) == (GetResult.OK, b"x" * 1000)
+    assert cluster.clients[-1] is not wedged
+
+
+def test_a_call_that_outlasts_its_deadline_goes_on_with_its_memory(cluster, opened):
+    store = opened(timeout_s=0.2)
+    bench = stored(store)
+    free = store._transfers._staging._free
+    num_free = free.qsize()
+    cluster.hangs.clear()
+    with pytest.raises(StoreUnavailableError, match=r"within 0\.2 s"):
+        bench.get("a", 1000)
+    assert free.qsize() == num_free - 1
+    assert store.num_rebuilt == 1
+    cluster.hangs.set()
+    assert bench.get("a", 1000) == (GetResult.OK, b"x" * 1000)
+    with waiting():
+        while free.qsize() < num_free:
+            pass
+
+
+@contextmanager
+def waiting(limit_s=30):
+    """Let a test fail that waits for ever."""
+    timer = threading.Timer(limit_s, os.abort)
+    timer.start()
+    yield
+    timer.cancel()
+    timer.join()
+
+
+def test_a_call_on_the_callers_memory_is_waited_for(cluster, opened):
+    store = opened(timeout_s=0.1, pack_bytes=1)
+    bench = stored(store)
+    client, get = cluster.clients[-1], cluster.clients[-1].batch_get_into_multi_buffers
+    over = threading.Event()
+
+    def slow(*arguments):
+        over.wait(0.5)
+        return get(*arguments)
+
+    client.batch_get_into_multi_buffers = slow
+    assert bench.get("a", 1000) == (GetResult.OK, b"x" * 1000)
+
+
+def test_no_staging_memory_is_an_error_in_time(opened):
+    store = opened(timeout_s=0.1)
+    bench = stored(store)
+    slots = [store._transfers._staging.take(1, 0) for _ in range(4)]
+    with pytest.raises(StoreUnavailableError, match="no staging memory"):
+        bench.get("a", 1000)
+    for slot in slots:
+        slot.give_back()
+    assert bench.get("a", 1000)[0] is GetResult.OK
+
+
+def test_a_cluster_that_is_away_at_the_start_is_found_later(cluster, opened):
+    cluster.setup_code = -1
+    store = opened()
+    with pytest.raises(StoreUnavailableError, match="cannot be set up: -1"):
+        store.contains(["a"])
+    region = store.register(bytearray(100))
+    cluster.setup_code = 0
+    assert store.put(["a"], [[(region.address, 100)]]) == [PutResult.STORED]
+
+
+def test_a_frozen_master_is_not_set_up_with(cluster, opened):
+    cluster.master.frozen = True
+    store = opened()
+    assert cluster.clients == []
+    with pytest.raises(StoreUnavailableError, match="does not answer"):
+        store.contains(["a"])
+
+
+def test_no_way_to_the_master_is_an_error_of_the_call(opened):
+    store = opened(master="host.invalid:1")
+    with pytest.raises(StoreUnavailableError, match=r"no Mooncake master at host\.invalid:1"):
+        store.contains(["a"])
+
+
+def test_leaders_are_left_to_the_library(cluster, opened):
+    store = opened(master="etcd://a:2379;b:2379", hostname="me")
+    assert store.contains(["a"]) == [False]
+    assert cluster.clients[-1].arguments[0][0] == "me"
+    assert cluster.clients[-1].arguments[0][6] == "etcd://a:2379;b:2379"
+
+
+def test_memory_that_the_library_refuses_is_not_registered(cluster, opened):
+    store = opened()
+    cluster.clients[-1].register_buffer = lambda *_: -600
+    buffer = bytearray(100)
+    with pytest.raises(StoreError, match="refuses to register 100 bytes"):
+        store.register(buffer)
+    del cluster.clients[-1].register_buffer
+    store.register(buffer)
+
+
+def test_without_http_a_store_moves_objects_and_counts_nothing(cluster, opened):
+    cluster.master.is_away = True
+    store = opened()
+    bench = stored(store)
+    assert bench.get("a", 1000)[0] is GetResult.OK
+    with pytest.raises(StoreUnavailableError, match="no HTTP"):
+        store.stats()
+
+
+def test_closing_leaves_a_client_whose_call_hangs(cluster, opened):
+    store = opened(timeout_s=0.1)
+    cluster.hangs.clear()
+    with pytest.raises(StoreUnavailableError, match=r"within 0\.1 s"):
+        store.contains(["a"])
+    client = cluster.clients[-1]
+    store.close()
+    assert client._is_up
+    cluster.hangs.set()
+
+
+def test_all_stores_are_closed_when_the_interpreter_ends(cluster, opened):
+    store = opened()
+    store_module._close_all()
+    assert not cluster.clients[-1]._is_up
+    with pytest.raises(StoreClosedError):
+        store.contains(["a"])
+
+
+def test_a_forked_child_leaves_the_parents_client_alone(cluster, opened):
+    store = opened()
+    store.abandon_after_fork()
+    with pytest.raises(StoreClosedError, match="before this process was forked"):
+        store.contains(["a"])
+    store.close()
+    assert cluster.clients[-1]._is_up
+
+
+def test_a_uri_opens_a_store(cluster, listener, monkeypatch):
+    monkeypatch.setattr(store_module, "load_library", lambda: cluster.library)
+    store = open_mooncake(parse_store_uri(f"mooncake://{listener}?staging=16MiB&segment=16MiB&tenant=t"))
+    (host, metadata, segment, _, protocol, device, master), names = cluster.clients[-1].arguments
+    assert (host, metadata, segment, protocol, device) == ("127.0.0.1", "P2PHANDSHAKE", 16 << 20, "tcp", "")
+    assert (master, names) == (listener, {"tenant_id": "t"})
+    stored(store, data=payload(0, 100))
+    store.close()
