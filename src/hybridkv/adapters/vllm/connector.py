@@ -7,6 +7,7 @@ vLLM makes two of it. In a step::
     scheduler   unpin what no job touches any more | loaded requests run, failed ones are looked up again
 """
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,9 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from hybridkv.adapters.vllm import translate
 from hybridkv.adapters.vllm.messages import StepMetadata, WorkerFacts, WorkerMetadata
+from hybridkv.adapters.vllm.metrics import HybridKVPromMetrics, HybridKVStats
 from hybridkv.adapters.vllm.scheduler_role import SchedulerRole
 from hybridkv.adapters.vllm.settings import ConnectorSettings
 from hybridkv.adapters.vllm.worker_role import WorkerRole
@@ -28,10 +31,12 @@ from hybridkv.errors import ConfigError
 from hybridkv.service.scheduler import SchedulerSide
 from hybridkv.stores.base import Store
 from hybridkv.stores.registry import open_store, parse_store_uri
+from hybridkv.stores.wrappers.metered import MeteredStore
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,7 +61,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         translate.check_supported(vllm_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         with ExitStack() as opened:
-            store = self.open_store(settings.store)
+            store = MeteredStore(self.open_store(settings.store))
             opened.callback(store.close)
             made = (store, vllm_config, kv_cache_config, settings)
             if role is KVConnectorRole.WORKER:
@@ -85,6 +90,26 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Stop this role; a second call does nothing."""
         self._closing.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what this role has counted since the last call."""
+        return (self._worker if self.role is KVConnectorRole.WORKER else self._scheduler).stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return statistics that have crossed between processes as an object again."""
+        return HybridKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Register the metrics."""
+        return HybridKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- worker
 
@@ -171,6 +196,10 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Tell that blocks will come free without a preemption."""
         return self._scheduler.side.num_pinned > 0
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Return what was stored since the last call, each object once, however many ranks hold it."""
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         """Take nothing that was saved until now for cached any more; other engines' objects stay."""

@@ -12,17 +12,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from hybridkv.adapters.vllm import translate
+from hybridkv.adapters.vllm.events import block_stored
 from hybridkv.adapters.vllm.identity import namespace_of
 from hybridkv.adapters.vllm.messages import StepMetadata, WorkerFacts, WorkerMetadata
+from hybridkv.adapters.vllm.metrics import HybridKVStats, Reporter, scheduler_values
 from hybridkv.adapters.vllm.settings import ConnectorSettings, RequestSettings
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme, Namespace
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.scheduler import SchedulerSide
-from hybridkv.stores.base import Store
+from hybridkv.stores.wrappers.metered import MeteredStore
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -52,7 +55,7 @@ class SchedulerRole:
     """
 
     def __init__(
-        self, store: Store, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+        self, store: MeteredStore, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
     ) -> None:
         transfer = config.kv_transfer_config
         self._may_load, self._may_save = transfer.is_kv_consumer, transfer.is_kv_producer
@@ -69,6 +72,9 @@ class SchedulerRole:
         self._driver = LookupDriver(store, self._scheme)
         self.side = SchedulerSide(self._driver, self._scheme, settings.scheduler(cache.num_blocks))
         self.num_errors = 0
+        self._store, self._cache, self._reporter = store, cache, Reporter()
+        self._has_events = bool(config.kv_events_config and config.kv_events_config.enable_kv_cache_events)
+        self._events: list[BlockStored] = []
         self._pool: BlockPool
         self._wishes: dict[str, RequestSettings] = {}
         self._refused: set[str] = set()
@@ -208,7 +214,11 @@ class SchedulerRole:
         """
         meta = output.kv_connector_worker_meta
         for report in meta.reports if isinstance(meta, WorkerMetadata) else ():
-            self._unpin(self.side.report(report).released)
+            progress = self.side.report(report)
+            self._unpin(progress.released)
+            if self._has_events:
+                for event in progress.stored:
+                    self._events += block_stored(event, self._scheme.layout, self._cache)
         for request_id in self._void & (output.finished_recving or set()):
             self._void.discard(request_id)
             if request_id not in output.failed_recving:
@@ -219,6 +229,17 @@ class SchedulerRole:
         """Leave the namespace for a fresh one, as after a change of weights; others' objects stay."""
         # Not counted up: engines that share a store may have loaded different weights since they started.
         self._void |= self._rename(weights_epoch=secrets.randbits(62) + 1)
+
+    def take_events(self) -> list[BlockStored]:
+        """Return what was stored since the last call, if the engine publishes events."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> HybridKVStats | None:
+        """Return what was counted since the last call, if anything."""
+        return self._reporter.report(
+            scheduler_values(self.side, self._driver.metrics(), self._store, num_errors=self.num_errors)
+        )
 
     @property
     def has_work(self) -> bool:

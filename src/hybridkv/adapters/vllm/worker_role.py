@@ -11,12 +11,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from hybridkv.adapters.vllm import translate
 from hybridkv.adapters.vllm.messages import StepMetadata, WorkerFacts, WorkerMetadata
+from hybridkv.adapters.vllm.metrics import HybridKVStats, Reporter, worker_values
 from hybridkv.adapters.vllm.settings import ConnectorSettings
 from hybridkv.service.messages import JobKind, WorkerReport
 from hybridkv.service.worker import WorkerSide
-from hybridkv.stores.base import Store
+from hybridkv.stores.wrappers.metered import MeteredStore
 from hybridkv.transfer.block_io import NumpyBlockIO
-from hybridkv.transfer.moves import Ended, MoverMetrics, Outcome
+from hybridkv.transfer.moves import Ended, Outcome
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class WorkerRole:
     """
 
     def __init__(
-        self, store: Store, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
+        self, store: MeteredStore, config: VllmConfig, cache: KVCacheConfig, settings: ConnectorSettings
     ) -> None:
         # vLLM later adds layers that share another's cache.
         self._cache = deepcopy(cache)
@@ -55,6 +56,7 @@ class WorkerRole:
         self._loads: dict[int, str] = {}  # requests by the ids of their load jobs
         self._void: set[int] = set()  # jobs that were cancelled and have not been reported
         self._refused: set[str] = set()
+        self._reporter = Reporter()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Work on the engine's memory; again after it was allocated anew, when the old jobs have ended.
@@ -111,9 +113,11 @@ class WorkerRole:
             return None
         return WorkerMetadata(reports=(report,))
 
-    def metrics(self) -> MoverMetrics | None:
-        """Return what is under way; ``None`` before there is memory to work on."""
-        return self._side.metrics() if self._side is not None else None
+    def stats(self) -> HybridKVStats | None:
+        """Return what was counted since the last call, if anything."""
+        if self._side is None:
+            return None
+        return self._reporter.report(worker_values(self._side.metrics(), self._store, rank=self._rank))
 
     def close(self) -> None:
         """Stop; a second call does nothing."""
