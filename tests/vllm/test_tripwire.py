@@ -18,7 +18,9 @@ from hybridkv.adapters.vllm.connector import HybridKVConnector
 BASES = {"KVCacheSpec", "AttentionSpec"}
 """Nobody's cache: only others derive from them."""
 
-SERVED = set(vars(HybridKVConnector)) & set(dir(KVConnectorBase_V1)) | {"request_finished_all_groups"}
+SERVED = {
+    name for name in vars(HybridKVConnector) if hasattr(KVConnectorBase_V1, name) and name[0] != "_"
+} | {"request_finished_all_groups"}
 """What the connector says itself."""
 
 LEFT_ALONE = {
@@ -26,7 +28,7 @@ LEFT_ALONE = {
     "bind_kv_cache_manager": "its default hands the block pool over",
     "clear_connector_metadata": "vLLM's own",
     "finish_forward": "nothing of ours waits for the end of a forward pass",
-    "get_block_ids_with_load_errors": "failed requests are named; flat block ids mean nothing over several groups",
+    "get_block_ids_with_load_errors": "flat block ids mean nothing over several groups: requests are named",
     "get_external_cache_hit_sources": "one source",
     "get_finished": "get_transfer_results says more",
     "get_finished_count": "every worker reports",
