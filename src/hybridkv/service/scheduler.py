@@ -7,6 +7,7 @@ An engine adapter calls, in this order::
     wants_save    whether `advanced` may plan something
     advanced      a step will complete tokens: their save is planned, and repairs below the device's prefix
     take_step     what the worker sides of all ranks shall do now
+    grown         output has followed the prompt and is to be saved, too; `finished` saves its end
     report        what a worker side tells; afterwards, which requests are loaded, which blocks are free
     forget        the request finished, was aborted or preempted; it may come again under its id
 
@@ -22,7 +23,6 @@ from hybridkv.clock import Clock, MonotonicClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.load import plan_load
-from hybridkv.plan.save import plan_save
 from hybridkv.service.hits import Blob, Hits
 from hybridkv.service.jobs import JobBook, Life, Running
 from hybridkv.service.known import KnownObjects
@@ -38,8 +38,8 @@ from hybridkv.service.tables import (
     leading,
     named,
     num_unfilled,
-    saveable,
 )
+from hybridkv.service.wanted import objects_to_save
 
 
 class SchedulerSide:
@@ -197,7 +197,7 @@ class SchedulerSide:
 
         Args:
             request_id: of a request that computes.
-            num_computed: tokens of the prompt that are computed after the step; more than N count as N.
+            num_computed: tokens that are computed after the step; what no block hash names does not count.
             tables: as they are during the step.
             states: numbers of tokens after which the tables hold recurrent states; ``None`` = only the state
                 after ``num_computed``. Below the device's prefix none is taken to be held.
@@ -208,12 +208,14 @@ class SchedulerSide:
             return frozenset()
         life.planned, life.planned_at = max(stop, life.planned), self._num_changes
         computed_states = [num_computed] if states is None else states
-        wanted = self._objects_to_save(life, life.hit, max(stop, life.hit), tables, computed_states)
+        wanted = self._objects_to_save(life, range(life.hit, max(stop, life.hit)), tables, computed_states)
         held, life.has_unsaved = self._save(life, wanted, tables)
         if life.has_unrepaired:
             lost = [
                 objects[self._known.unknown(idx, self._scheme.digests(idx, objects, life.blob))]
-                for idx, objects in enumerate(self._objects_to_save(life, 0, life.device_prefix, tables, ()))
+                for idx, objects in enumerate(
+                    self._objects_to_save(life, range(life.device_prefix), tables, ())
+                )
             ]
             asked, life.has_unrepaired = self._save(life, lost, tables, ask_first=True)
             held |= asked
@@ -223,6 +225,34 @@ class SchedulerSide:
         """Return whether ``advanced`` may plan something; where not, an adapter need not make the tables."""
         life = self._lives.get(request_id)
         return life is not None and life.may_save and (life.planned < life.num_tokens or self._has_left(life))
+
+    def grown(self, request_id: str, num_tokens: int, blob: Blob) -> None:
+        """Note that output has followed the prompt and is to be saved like it.
+
+        Args:
+            request_id: of a request that computes.
+            num_tokens: of prompt and output that block hashes name.
+            blob: makes the block hashes of both; called where there are more than before.
+        """
+        life = self._lives.get(request_id)
+        if life is not None and life.may_save and num_tokens > life.num_tokens:
+            life.num_tokens, life.blob = num_tokens, blob()
+            life.ledger.grow([num_tokens // group.object_size for group in self._layout.spec_groups])
+
+    def finished(self, request_id: str, num_computed: int, tables: Tables) -> Blocks:
+        """Plan the save of a request's last candidate while its windows live, then forget it.
+
+        Returns:
+            The blocks to hold for it; as with ``advanced``.
+        """
+        held: Blocks = frozenset()
+        life = self._lives.get(request_id)
+        if life is not None and life.may_save:
+            tokens = range(life.hit, max(min(num_computed, life.num_tokens), life.hit))
+            wanted = self._objects_to_save(life, tokens, tables, (), is_end=True)
+            held, _ = self._save(life, wanted, tables)
+        self.forget(request_id)
+        return held
 
     def forget(self, request_id: str) -> Blocks:
         """End a request's life: finished, aborted or preempted; return the blocks that jobs still hold.
@@ -309,21 +339,12 @@ class SchedulerSide:
     # ---- inside
 
     def _objects_to_save(
-        self, life: Life, start: int, stop: int, tables: Tables, states: Sequence[int]
+        self, life: Life, tokens: range, tables: Tables, states: Sequence[int], *, is_end: bool = False
     ) -> list[NDArray[np.int64]]:
-        """Return per spec group what is wanted of a run of tokens and lies in the engine's blocks."""
-        plans = plan_save(
-            self._layout,
-            retention=self._settings.retention,
-            start=start,
-            stop=stop,
-            num_tokens=life.num_tokens,
-            junction=life.junction,
+        retention = self._settings.retention
+        return objects_to_save(
+            self._layout, retention, life, tokens=tokens, tables=tables, states=states, is_end=is_end
         )
-        return [
-            saveable(group, plan.indices(), tables, states)
-            for group, plan in zip(self._layout.spec_groups, plans, strict=True)
-        ]
 
     def _has_left(self, life: Life) -> bool:
         """Return whether something was left to later steps and a report has made a difference since."""

@@ -183,10 +183,10 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self,
         request: "Request",
-        block_ids: tuple[list[int], ...],  # noqa: ARG002
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         """End the request; vLLM may free its blocks at once."""
-        self._scheduler.finished(request)
+        self._scheduler.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -59,7 +59,7 @@ class SchedulerRole:
     ) -> None:
         transfer = config.kv_transfer_config
         self._may_load, self._may_save = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._is_async = settings.lookup_async
+        self._is_async, self._saves_output = settings.lookup_async, settings.save_decode_cache
         layout = translate.layout_of(
             cache,
             name=config.model_config.model,
@@ -77,6 +77,7 @@ class SchedulerRole:
         self._events: list[BlockStored] = []
         self._pool: BlockPool
         self._wishes: dict[str, RequestSettings] = {}
+        self._growing: dict[str, Request] = {}  # of which output is saved
         self._refused: set[str] = set()
         self._void: set[str] = set()  # requests whose load may have ended on a worker before a reset
         self._warn(config)
@@ -169,6 +170,8 @@ class SchedulerRole:
     def allocated(self, request: "Request", tables: tuple[list[int], ...], num_external: int) -> None:
         """Plan the load into the blocks that the engine has allocated for it, if it is to load."""
         request_id = request.request_id
+        if self._saves_output:
+            self._growing[request_id] = request
         if num_external == 0:
             self.side.started(request_id)
             return
@@ -183,10 +186,22 @@ class SchedulerRole:
         else:
             self._pin(held)
 
-    def finished(self, request: "Request") -> None:
+    def finished(self, request: "Request", tables: tuple[list[int], ...]) -> None:
         """End the request; what its jobs still use stays pinned, so vLLM may free its blocks at once."""
-        self.side.forget(request.request_id)
-        self._wishes.pop(request.request_id, None)
+        request_id = request.request_id
+        with self._contained(request_id):
+            if self._growing.pop(request_id, None) is not None:
+                self._grow(request)
+                self._pin(self.side.finished(request_id, request.num_computed_tokens, tables))
+            else:
+                self.side.forget(request_id)
+        self._wishes.pop(request_id, None)
+
+    def _grow(self, request: "Request") -> None:
+        """Tell the service of output whose block hashes are there."""
+        num_tokens = len(request.block_hashes) * self._scheme.layout.hash_unit
+        if num_tokens > request.num_prompt_tokens:
+            self.side.grown(request.request_id, num_tokens, lambda: b"".join(request.block_hashes))
 
     # ---- steps
 
@@ -194,6 +209,8 @@ class SchedulerRole:
         """Plan the saves of what the step will complete; return all that the workers shall do."""
         state = output.kv_connector_block_state
         for request_id, num_computed in _computed_after(output):
+            if (growing := self._growing.get(request_id)) is not None:
+                self._grow(growing)
             if not self.side.wants_save(request_id):
                 continue
             with self._contained(request_id):
