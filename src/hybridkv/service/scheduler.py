@@ -2,11 +2,12 @@
 
 An engine adapter calls, in this order::
 
-    find_hit      a request waits: how many tokens can be resumed from?
-    allocated     its blocks exist: the load is planned
+    find_hit      a request waits: how many tokens can be resumed from? `ask` is the same without waiting
+    allocated     its blocks exist: the load is planned; `started` where nothing is loaded
     wants_save    whether `advanced` may plan something
     advanced      a step will complete tokens: their save is planned, and repairs below the device's prefix
     take_step     what the worker sides of all ranks shall do now
+    grown         output has followed the prompt and is to be saved, too; `finished` saves its end
     report        what a worker side tells; afterwards, which requests are loaded, which blocks are free
     forget        the request finished, was aborted or preempted; it may come again under its id
 
@@ -22,8 +23,8 @@ from hybridkv.clock import Clock, MonotonicClock
 from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.load import plan_load
-from hybridkv.plan.save import plan_save
-from hybridkv.service.jobs import JobBook, Life, Misses, Running
+from hybridkv.service.hits import Blob, Hits
+from hybridkv.service.jobs import JobBook, Life, Running
 from hybridkv.service.known import KnownObjects
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, GroupTransfer, JobKind, StepPlan, WorkerReport
@@ -37,9 +38,8 @@ from hybridkv.service.tables import (
     leading,
     named,
     num_unfilled,
-    saveable,
 )
-from hybridkv.transfer.ledger import Ledger
+from hybridkv.service.wanted import objects_to_save
 
 
 class SchedulerSide:
@@ -66,19 +66,21 @@ class SchedulerSide:
         clock: Clock | None = None,
     ) -> None:
         settings.check(scheme.layout)
+        clock = clock or MonotonicClock()
         self._driver, self._scheme, self._settings = driver, scheme, settings
         self._layout = scheme.layout
-        self._lives: dict[str, Life] = {}
         self._jobs = JobBook(self._layout.tp)
         self._known = KnownObjects(
             scheme.digest_bytes,
             num_groups=len(self._layout.spec_groups),
             capacity=settings.known_objects,
             age_s=settings.known_s,
-            clock=clock or MonotonicClock(),
+            clock=clock,
         )
         self._num_changes = 0  # reports after which what was left may be saved
         self.counters = Counters()
+        self._hits = Hits(driver, self._layout, settings, clock=clock, counters=self.counters)
+        self._lives = self._hits.lives
 
     # ---- requests
 
@@ -105,50 +107,62 @@ class SchedulerSide:
             may_load: ``False`` opts the request out of loading.
             may_save: ``False`` opts it out of saving.
         """
-        old = self._lives.get(request_id)
         self._jobs.cancel_loads(request_id)
-        life = Life(
-            request_id=request_id,
-            num_tokens=num_tokens,
-            blob=blob,
-            ledger=Ledger(
-                [num_tokens // group.object_size for group in self._layout.spec_groups],
-                tries=self._settings.save_tries,
-            ),
-            may_save=may_save and num_tokens >= self._settings.least_save_tokens,
-            device_prefix=device_prefix,
-            hit=device_prefix,
-            planned=device_prefix,
-            has_unrepaired=device_prefix > 0,
-            misses=old.misses if old is not None else Misses(),
-        )
-        self._lives[request_id] = life
-        if may_load and life.misses.num_loads < self._settings.load_tries:
-            self._look_up(life)
+        life = self._hits.begin(request_id, num_tokens, blob, device_prefix=device_prefix, may_save=may_save)
+        life.may_load = may_load
+        self._hits.look_up(life)
         return life.hit
 
-    def _look_up(self, life: Life) -> None:
-        found = self._driver.lookup(
-            life.num_tokens,
-            life.blob,
-            device_prefix=life.device_prefix,
-            timeout_s=self._settings.lookup_timeout_s,
-            absent=life.misses.keys,
-        ).result
-        life.junction = found.full_run if found.full_run > found.hit else 0
-        if found.hit - life.device_prefix >= self._settings.least_load_tokens:
-            life.hit = life.planned = found.hit
+    def ask(
+        self,
+        request_id: str,
+        num_tokens: int,
+        blob: Blob,
+        *,
+        device_prefix: int = 0,
+        may_load: bool = True,
+        may_save: bool = True,
+    ) -> int | None:
+        """Return what ``find_hit`` would, but do not wait: ``None`` until there is an answer.
 
-    def allocated(self, request_id: str, tables: Tables) -> Blocks:
+        To be called again, with the device's prefix as it is then, until the request starts or is forgotten.
+        ``blob`` makes the prompt's block hashes; only the first of these calls needs them.
+        """
+        if not self._hits.is_waiting(request_id, num_tokens):
+            self._jobs.cancel_loads(request_id)
+            life = self._hits.begin(
+                request_id, num_tokens, blob(), device_prefix=device_prefix, may_save=may_save
+            )
+            life.may_load = may_load
+        life = self._lives[request_id]
+        return life.hit if self._hits.ask(life, device_prefix) else None
+
+    def started(self, request_id: str) -> None:
+        """Note that the engine has allocated a request's blocks and loads nothing for it from here."""
+        life = self._lives.get(request_id)
+        if life is not None and not life.is_started:
+            life.is_started = True
+            life.resume_at(life.device_prefix, life.device_prefix)
+
+    def allocated(self, request_id: str, tables: Tables, *, num_loaded: int | None = None) -> Blocks:
         """Plan the load of a request whose blocks up to its hit are allocated; return the blocks to hold.
 
         Every block that the engine allocated between the device's prefix and the hit must be filled by the
         load, since the engine will take it for computed.
 
+        Args:
+            request_id: of a request whose hit lies above the device's prefix.
+            tables: with the blocks up to the hit.
+            num_loaded: tokens that the engine will take for loaded; ``None`` = as many as were found.
+
         Raises:
             TransferError: it would not be; the caller treats the load as failed.
         """
         life = self._lives[request_id]
+        life.is_started = True
+        if num_loaded not in (None, life.hit - life.device_prefix):
+            life.resume_at(life.device_prefix, life.device_prefix)
+            raise TransferError(f"request {request_id!r}: the engine takes {num_loaded} tokens for loaded")
         if life.hit <= life.device_prefix:
             return frozenset()
         loads = plan_load(self._layout, life.hit, device_prefix=life.device_prefix)
@@ -162,6 +176,7 @@ class SchedulerSide:
                 "planned, or planned and not allocated; its load would leave them unfilled"
             )
         self.counters.hit_tokens += life.hit - life.device_prefix
+        self.counters.loads += 1
         ids = [
             ids_to_load(group, chosen, tables, life.device_prefix)
             for group, chosen in zip(self._layout.spec_groups, objects, strict=True)
@@ -182,7 +197,7 @@ class SchedulerSide:
 
         Args:
             request_id: of a request that computes.
-            num_computed: tokens of the prompt that are computed after the step; more than N count as N.
+            num_computed: tokens that are computed after the step; what no block hash names does not count.
             tables: as they are during the step.
             states: numbers of tokens after which the tables hold recurrent states; ``None`` = only the state
                 after ``num_computed``. Below the device's prefix none is taken to be held.
@@ -193,12 +208,14 @@ class SchedulerSide:
             return frozenset()
         life.planned, life.planned_at = max(stop, life.planned), self._num_changes
         computed_states = [num_computed] if states is None else states
-        wanted = self._objects_to_save(life, life.hit, max(stop, life.hit), tables, computed_states)
+        wanted = self._objects_to_save(life, range(life.hit, max(stop, life.hit)), tables, computed_states)
         held, life.has_unsaved = self._save(life, wanted, tables)
         if life.has_unrepaired:
             lost = [
                 objects[self._known.unknown(idx, self._scheme.digests(idx, objects, life.blob))]
-                for idx, objects in enumerate(self._objects_to_save(life, 0, life.device_prefix, tables, ()))
+                for idx, objects in enumerate(
+                    self._objects_to_save(life, range(life.device_prefix), tables, ())
+                )
             ]
             asked, life.has_unrepaired = self._save(life, lost, tables, ask_first=True)
             held |= asked
@@ -209,26 +226,67 @@ class SchedulerSide:
         life = self._lives.get(request_id)
         return life is not None and life.may_save and (life.planned < life.num_tokens or self._has_left(life))
 
+    def grown(self, request_id: str, num_tokens: int, blob: Blob) -> None:
+        """Note that output has followed the prompt and is to be saved like it.
+
+        Args:
+            request_id: of a request that computes.
+            num_tokens: of prompt and output that block hashes name.
+            blob: makes the block hashes of both; called where there are more than before.
+        """
+        life = self._lives.get(request_id)
+        if life is not None and life.may_save and num_tokens > life.num_tokens:
+            life.num_tokens, life.blob = num_tokens, blob()
+            life.ledger.grow([num_tokens // group.object_size for group in self._layout.spec_groups])
+
+    def finished(self, request_id: str, num_computed: int, tables: Tables) -> Blocks:
+        """Plan the save of a request's last candidate while its windows live, then forget it.
+
+        Returns:
+            The blocks to hold for it; as with ``advanced``.
+        """
+        held: Blocks = frozenset()
+        life = self._lives.get(request_id)
+        if life is not None and life.may_save:
+            tokens = range(life.hit, max(min(num_computed, life.num_tokens), life.hit))
+            wanted = self._objects_to_save(life, tokens, tables, (), is_end=True)
+            held, _ = self._save(life, wanted, tables)
+        self.forget(request_id)
+        return held
+
     def forget(self, request_id: str) -> Blocks:
         """End a request's life: finished, aborted or preempted; return the blocks that jobs still hold.
 
         Loads are cancelled; saves go on from what they hold. The engine must not use a returned block again
         before ``report`` has released it. What the request had missed is forgotten with it.
         """
-        self._lives.pop(request_id, None)
+        self._hits.forget(request_id)
         self._jobs.cancel_loads(request_id)
         return frozenset().union(*(running.blocks for running in self._jobs.of_request(request_id)))
 
-    def reset(self) -> None:
+    def reset(self, scheme: KeyScheme | None = None) -> frozenset[str]:
         """Cancel all jobs and save nothing more of the present requests, as after a change of weights.
 
         Cancelled loads are reported as failed even where they had ended, cancelled saves as nothing stored,
         and all jobs still release their blocks through ``report``.
+
+        Args:
+            scheme: names objects from now on, in the same layout; ``None`` = as before.
+
+        Returns:
+            The requests whose loads were cancelled: one that a worker had ended has filled its blocks with
+            what is void now.
         """
         for life in self._lives.values():
-            life.may_save = False
+            life.may_save, life.is_started = False, True  # who still waits is asked for anew
+        self._hits.drop_answers()
         self._known.clear()
+        loading = self._jobs.loading()
         self._jobs.cancel_all()
+        if scheme is not None:
+            self._scheme = scheme
+            self._driver.use(scheme)
+        return loading
 
     # ---- steps
 
@@ -281,21 +339,12 @@ class SchedulerSide:
     # ---- inside
 
     def _objects_to_save(
-        self, life: Life, start: int, stop: int, tables: Tables, states: Sequence[int]
+        self, life: Life, tokens: range, tables: Tables, states: Sequence[int], *, is_end: bool = False
     ) -> list[NDArray[np.int64]]:
-        """Return per spec group what is wanted of a run of tokens and lies in the engine's blocks."""
-        plans = plan_save(
-            self._layout,
-            retention=self._settings.retention,
-            start=start,
-            stop=stop,
-            num_tokens=life.num_tokens,
-            junction=life.junction,
+        retention = self._settings.retention
+        return objects_to_save(
+            self._layout, retention, life, tokens=tokens, tables=tables, states=states, is_end=is_end
         )
-        return [
-            saveable(group, plan.indices(), tables, states)
-            for group, plan in zip(self._layout.spec_groups, plans, strict=True)
-        ]
 
     def _has_left(self, life: Life) -> bool:
         """Return whether something was left to later steps and a report has made a difference since."""
@@ -335,7 +384,15 @@ class SchedulerSide:
             digests = self._scheme.digests(group.index, chosen, life.blob)
             transfers.append(GroupTransfer.of(group.index, digests, of_group))
             blocks |= named(group, of_group)
-        return self._jobs.start(kind, life, objects, transfers, frozenset(blocks), ask_first=ask_first)
+        return self._jobs.start(
+            kind,
+            life,
+            objects,
+            transfers,
+            frozenset(blocks),
+            fingerprint=self._scheme.manifest.fingerprint,
+            ask_first=ask_first,
+        )
 
     def _note_failed_load(self, life: Life, objects: Sequence[NDArray[np.int64]]) -> None:
         """Have the request's next lookup take objects for absent, so that no failed load repeats for ever."""
