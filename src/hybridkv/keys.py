@@ -8,7 +8,7 @@ and its whole prefix.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -205,6 +205,20 @@ def _strict(cls: type, raw: object, where: str) -> dict[str, object]:
     return dict(raw)
 
 
+def prefix(fingerprint: str, spec_group: int, rank: int) -> str:
+    """Return what the keys of a spec group and rank namespace begin with."""
+    return f"{SCHEME}/{fingerprint}/{spec_group}/{rank}/"
+
+
+def texts(prefix: str, digests: bytes, count: int) -> list[str]:
+    """Return the keys of ``count`` objects whose block hashes are laid end to end."""
+    if not count:
+        return []
+    text = digests.hex()
+    width = len(text) // count
+    return [prefix + text[i : i + width] for i in range(0, len(text), width)]
+
+
 class KeyScheme:
     """Makes the keys of one namespace and layout, in bulk.
 
@@ -224,11 +238,15 @@ class KeyScheme:
         self.manifest = Manifest.of(namespace, layout)
         self.digest_bytes = digest_bytes
         self._object_units = [group.object_size // layout.hash_unit for group in layout.spec_groups]
-        begin = f"{SCHEME}/{self.manifest.fingerprint}"
         self._prefixes = [
-            [f"{begin}/{group.index}/{rank}/" for rank in range(group.num_ranks)]
+            [prefix(self.manifest.fingerprint, group.index, rank) for rank in range(group.num_ranks)]
             for group in layout.spec_groups
         ]
+
+    def at_epoch(self, weights_epoch: int) -> "KeyScheme":
+        """Return the scheme of the same namespace with other weights; keys of the two never meet."""
+        namespace = replace(self.manifest.namespace, weights_epoch=weights_epoch)
+        return KeyScheme(namespace, self.layout, digest_bytes=self.digest_bytes)
 
     def keys(self, spec_group: int, rank: int, objects: range | NDArray[np.int64], blob: bytes) -> list[str]:
         """Return the keys of some objects of a prompt.
@@ -246,8 +264,7 @@ class KeyScheme:
 
     def keys_of(self, spec_group: int, rank: int, digests: bytes) -> list[str]:
         """Return the keys of objects whose block hashes are laid end to end, as ``digests`` gives them."""
-        prefix, width, text = self._prefixes[spec_group][rank], 2 * self.digest_bytes, digests.hex()
-        return [prefix + text[i : i + width] for i in range(0, len(text), width)]
+        return texts(self._prefixes[spec_group][rank], digests, len(digests) // self.digest_bytes)
 
     def digests(self, spec_group: int, objects: range | NDArray[np.int64], blob: bytes) -> bytes:
         """Return the block hashes that name some objects of a prompt, laid end to end.

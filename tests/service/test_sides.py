@@ -37,7 +37,7 @@ class Engine:
         self.workers = [
             WorkerSide(
                 store,
-                scheme,
+                self.layout,
                 device.io,
                 rank=rank,
                 settings=MoverSettings(slot_bytes=1024, num_slots=2),
@@ -481,7 +481,7 @@ def test_a_store_that_fails_leaves_no_block_held(make):
 
 def test_messages_of_another_version_are_refused(make):
     engine = make()
-    with pytest.raises(ConfigError, match="version 2"):
+    with pytest.raises(ConfigError, match="version 3"):
         engine.side.report(WorkerReport(rank=0, version=VERSION + 1))
-    with pytest.raises(ConfigError, match="version 2"):
+    with pytest.raises(ConfigError, match="version 3"):
         engine.workers[0].start(StepPlan(version=VERSION + 1))

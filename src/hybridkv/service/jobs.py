@@ -31,11 +31,14 @@ class Life:
 
     Attributes:
         request_id: names the request.
-        num_tokens: N.
-        blob: the prompt's block hashes.
+        num_tokens: tokens that are named by ``blob`` or follow it: N, and more once it has grown.
+        prompt: N.
+        blob: the block hashes.
         ledger: what is stored of it.
         may_save: whether it is saved at all.
         misses: what its loads have failed of.
+        may_load: whether it is looked up at all.
+        is_started: whether the engine has allocated its blocks.
         device_prefix: p0.
         hit: the resumed prefix, >= p0.
         junction: leading tokens known to be shared with other prompts; 0 = none.
@@ -51,6 +54,9 @@ class Life:
     ledger: Ledger
     may_save: bool
     misses: Misses
+    may_load: bool = True
+    is_started: bool = False
+    prompt: int = 0
     device_prefix: int = 0
     hit: int = 0
     junction: int = 0
@@ -58,6 +64,14 @@ class Life:
     has_unsaved: bool = False
     has_unrepaired: bool = False
     planned_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = self.num_tokens
+
+    def resume_at(self, device_prefix: int, hit: int) -> None:
+        """Set from where the request computes: the hit, which is the device's prefix where nothing loads."""
+        self.device_prefix, self.hit, self.planned = device_prefix, hit, hit
+        self.has_unrepaired = device_prefix > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +149,7 @@ class JobBook:
         transfers: Iterable[GroupTransfer],
         blocks: Blocks,
         *,
+        fingerprint: str,
         ask_first: bool = False,
     ) -> Blocks:
         """Enter a job; return the blocks that it holds and no other job held before."""
@@ -142,6 +157,7 @@ class JobBook:
             job_id=self._next_job_id,
             kind=kind,
             request_id=life.request_id,
+            fingerprint=fingerprint,
             groups=tuple(transfers),
             ask_first=ask_first,
         )
@@ -192,6 +208,10 @@ class JobBook:
         running.unstaged.clear()
         running.unended.clear()
         self._taken_back.append(running)
+
+    def loading(self) -> frozenset[str]:
+        """Return the requests whose loads are on their way."""
+        return frozenset(running.job.request_id for running in self._running.values() if running.is_load)
 
     def take_step(self) -> StepPlan:
         """Return the jobs that were not sent yet, and those to cancel."""

@@ -26,6 +26,8 @@ MAX_KEYS = 4096
 """Keys in one call at most: beyond it a call gains nothing and only blocks for longer."""
 MAX_CALLS = 2
 """Calls that one lookup has in flight at most."""
+MAX_RUNS = 4
+"""Submitted lookups that run at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,12 +67,14 @@ class LookupMetrics:
         keys_asked: all ranks together.
         keys_useful: those of them that were then to be loaded.
         calls: store calls that were sent.
+        seconds: that the lookups took.
     """
 
     endings: dict[Ending, int]
     keys_asked: int
     keys_useful: int
     calls: int
+    seconds: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +82,7 @@ class _Run:
     """One lookup on its way."""
 
     search: Lookup
+    scheme: KeyScheme
     blob: bytes
     deadline_s: float | None
     absent: Collection[str]
@@ -123,10 +128,12 @@ class LookupDriver:
         breaker = breaker or GuardSettings()
         self._breaker = Breaker(breaker.failures_to_open, breaker.open_s, self._clock)
         self._threads = DaemonThreads(MAX_CALLS, "hybridkv-lookup")
+        self._runners: DaemonThreads | None = None
         self._lock = Lock()
         self._closed = False
         self._endings: Counter[Ending] = Counter()
         self._keys_asked = self._keys_useful = self._calls = 0
+        self._seconds = 0.0
 
     def lookup(
         self,
@@ -149,14 +156,52 @@ class LookupDriver:
         Raises:
             StoreClosedError: the driver is closed.
         """
+        return self._look_up(self._new_run(num_tokens, blob, device_prefix, timeout_s, absent))
+
+    def submit(
+        self,
+        num_tokens: int,
+        blob: bytes,
+        *,
+        device_prefix: int = 0,
+        timeout_s: float | None = None,
+        absent: Collection[str] = (),
+    ) -> Future[LookupOutcome]:
+        """Look a prompt up on another thread, as ``lookup`` does; the time it waits for one counts.
+
+        Raises:
+            StoreClosedError: the driver is closed.
+        """
+        run = self._new_run(num_tokens, blob, device_prefix, timeout_s, absent)
+        with self._lock:
+            if self._runners is None:
+                self._runners = DaemonThreads(MAX_RUNS, "hybridkv-lookup-run")
+        return self._runners.submit(partial(self._look_up, run))
+
+    def use(self, scheme: KeyScheme) -> None:
+        """Make the keys of later lookups with another scheme of the same layout."""
+        self._scheme = scheme
+
+    def _new_run(
+        self,
+        num_tokens: int,
+        blob: bytes,
+        device_prefix: int,
+        timeout_s: float | None,
+        absent: Collection[str],
+    ) -> _Run:
         if self._closed:
             raise StoreClosedError("the lookup driver is closed")
-        run = _Run(
+        return _Run(
             search=Lookup(self._scheme.layout, num_tokens, device_prefix=device_prefix),
+            scheme=self._scheme,
             blob=blob,
             deadline_s=None if timeout_s is None else self._clock.now_s() + timeout_s,
             absent=absent,
         )
+
+    def _look_up(self, run: _Run) -> LookupOutcome:
+        started_s = self._clock.now_s()
         ending = self._run(run) if self._breaker.may_call() else Ending.FAILED
         outcome = LookupOutcome(result=run.search.result(), ending=ending, calls=run.calls)
         with self._lock:
@@ -164,6 +209,7 @@ class LookupDriver:
             self._keys_asked += sum(outcome.result.keys_asked)
             self._keys_useful += sum(outcome.result.keys_useful)
             self._calls += run.calls
+            self._seconds += self._clock.now_s() - started_s
         return outcome
 
     def metrics(self) -> LookupMetrics:
@@ -174,6 +220,7 @@ class LookupDriver:
                 keys_asked=self._keys_asked,
                 keys_useful=self._keys_useful,
                 calls=self._calls,
+                seconds=self._seconds,
             )
 
     def close(self) -> None:
@@ -181,6 +228,8 @@ class LookupDriver:
         if not self._closed:
             self._closed = True
             self._threads.close()
+            if self._runners is not None:
+                self._runners.close()
 
     def _run(self, run: _Run) -> Ending:
         try:
@@ -224,7 +273,7 @@ class LookupDriver:
     def _call(self, run: _Run, batch: list[Ask]) -> list[bool]:
         keys: list[str] = []
         for ask in batch:
-            keys += self._scheme.keys(ask.spec_group, ask.rank, ask.objects, run.blob)
+            keys += run.scheme.keys(ask.spec_group, ask.rank, ask.objects, run.blob)
         answers = self._store.contains(keys)
         if run.absent:
             return [known and key not in run.absent for key, known in zip(keys, answers, strict=True)]

@@ -10,9 +10,10 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.keys import prefix, texts
 from hybridkv.transfer.moves import Ended
 
-VERSION = 1
+VERSION = 2
 
 
 class JobKind(Enum):
@@ -49,6 +50,10 @@ class GroupTransfer:
             num_objects=len(blocks),
         )
 
+    def keys(self, fingerprint: str, rank: int) -> list[str]:
+        """Return the objects' keys in a namespace and rank namespace."""
+        return texts(prefix(fingerprint, self.spec_group, rank), self.digests, self.num_objects)
+
     def block_ids(self, num_members: int, k: int) -> NDArray[np.int64]:
         """Return the engine block ids, int64, shape (objects, members, k)."""
         return np.frombuffer(self.blocks, dtype="<i8").reshape(self.num_objects, num_members, k)
@@ -62,6 +67,7 @@ class Job:
         job_id: never repeats within a scheduler side.
         kind: load or save.
         request_id: for logs and reports; a request may have had other lives under the same id.
+        fingerprint: of the namespace that the objects' keys are of.
         groups: what to move.
         ask_first: a save of objects that may well be stored: only what the store does not hold is read.
     """
@@ -69,6 +75,7 @@ class Job:
     job_id: int
     kind: JobKind
     request_id: str
+    fingerprint: str
     groups: tuple[GroupTransfer, ...]
     ask_first: bool = False
 

@@ -46,6 +46,8 @@ class Counters:
 
     Attributes:
         hit_tokens: beyond the devices' prefixes.
+        loads: that were started.
+        lookups_late: that were given up before a thread was free for them.
         loads_failed: loads that did not fill all their blocks.
         saves_cut: times that something was left to later steps for want of ``pinned_blocks``.
         unfilled_blocks: blocks that an engine allocated otherwise than planned.
@@ -53,6 +55,8 @@ class Counters:
     """
 
     hit_tokens: int = 0
+    loads: int = 0
+    lookups_late: int = 0
     loads_failed: int = 0
     saves_cut: int = 0
     unfilled_blocks: int = 0

@@ -2,8 +2,8 @@
 
 An engine adapter calls, in this order::
 
-    find_hit      a request waits: how many tokens can be resumed from?
-    allocated     its blocks exist: the load is planned
+    find_hit      a request waits: how many tokens can be resumed from? `ask` is the same without waiting
+    allocated     its blocks exist: the load is planned; `started` where nothing is loaded
     wants_save    whether `advanced` may plan something
     advanced      a step will complete tokens: their save is planned, and repairs below the device's prefix
     take_step     what the worker sides of all ranks shall do now
@@ -23,7 +23,8 @@ from hybridkv.errors import ConfigError, TransferError
 from hybridkv.keys import KeyScheme
 from hybridkv.plan.load import plan_load
 from hybridkv.plan.save import plan_save
-from hybridkv.service.jobs import JobBook, Life, Misses, Running
+from hybridkv.service.hits import Blob, Hits
+from hybridkv.service.jobs import JobBook, Life, Running
 from hybridkv.service.known import KnownObjects
 from hybridkv.service.lookup import LookupDriver
 from hybridkv.service.messages import VERSION, GroupTransfer, JobKind, StepPlan, WorkerReport
@@ -39,7 +40,6 @@ from hybridkv.service.tables import (
     num_unfilled,
     saveable,
 )
-from hybridkv.transfer.ledger import Ledger
 
 
 class SchedulerSide:
@@ -66,19 +66,21 @@ class SchedulerSide:
         clock: Clock | None = None,
     ) -> None:
         settings.check(scheme.layout)
+        clock = clock or MonotonicClock()
         self._driver, self._scheme, self._settings = driver, scheme, settings
         self._layout = scheme.layout
-        self._lives: dict[str, Life] = {}
         self._jobs = JobBook(self._layout.tp)
         self._known = KnownObjects(
             scheme.digest_bytes,
             num_groups=len(self._layout.spec_groups),
             capacity=settings.known_objects,
             age_s=settings.known_s,
-            clock=clock or MonotonicClock(),
+            clock=clock,
         )
         self._num_changes = 0  # reports after which what was left may be saved
         self.counters = Counters()
+        self._hits = Hits(driver, self._layout, settings, clock=clock, counters=self.counters)
+        self._lives = self._hits.lives
 
     # ---- requests
 
@@ -105,50 +107,62 @@ class SchedulerSide:
             may_load: ``False`` opts the request out of loading.
             may_save: ``False`` opts it out of saving.
         """
-        old = self._lives.get(request_id)
         self._jobs.cancel_loads(request_id)
-        life = Life(
-            request_id=request_id,
-            num_tokens=num_tokens,
-            blob=blob,
-            ledger=Ledger(
-                [num_tokens // group.object_size for group in self._layout.spec_groups],
-                tries=self._settings.save_tries,
-            ),
-            may_save=may_save and num_tokens >= self._settings.least_save_tokens,
-            device_prefix=device_prefix,
-            hit=device_prefix,
-            planned=device_prefix,
-            has_unrepaired=device_prefix > 0,
-            misses=old.misses if old is not None else Misses(),
-        )
-        self._lives[request_id] = life
-        if may_load and life.misses.num_loads < self._settings.load_tries:
-            self._look_up(life)
+        life = self._hits.begin(request_id, num_tokens, blob, device_prefix=device_prefix, may_save=may_save)
+        life.may_load = may_load
+        self._hits.look_up(life)
         return life.hit
 
-    def _look_up(self, life: Life) -> None:
-        found = self._driver.lookup(
-            life.num_tokens,
-            life.blob,
-            device_prefix=life.device_prefix,
-            timeout_s=self._settings.lookup_timeout_s,
-            absent=life.misses.keys,
-        ).result
-        life.junction = found.full_run if found.full_run > found.hit else 0
-        if found.hit - life.device_prefix >= self._settings.least_load_tokens:
-            life.hit = life.planned = found.hit
+    def ask(
+        self,
+        request_id: str,
+        num_tokens: int,
+        blob: Blob,
+        *,
+        device_prefix: int = 0,
+        may_load: bool = True,
+        may_save: bool = True,
+    ) -> int | None:
+        """Return what ``find_hit`` would, but do not wait: ``None`` until there is an answer.
 
-    def allocated(self, request_id: str, tables: Tables) -> Blocks:
+        To be called again, with the device's prefix as it is then, until the request starts or is forgotten.
+        ``blob`` makes the prompt's block hashes; only the first of these calls needs them.
+        """
+        if not self._hits.is_waiting(request_id, num_tokens):
+            self._jobs.cancel_loads(request_id)
+            life = self._hits.begin(
+                request_id, num_tokens, blob(), device_prefix=device_prefix, may_save=may_save
+            )
+            life.may_load = may_load
+        life = self._lives[request_id]
+        return life.hit if self._hits.ask(life, device_prefix) else None
+
+    def started(self, request_id: str) -> None:
+        """Note that the engine has allocated a request's blocks and loads nothing for it from here."""
+        life = self._lives.get(request_id)
+        if life is not None and not life.is_started:
+            life.is_started = True
+            life.resume_at(life.device_prefix, life.device_prefix)
+
+    def allocated(self, request_id: str, tables: Tables, *, num_loaded: int | None = None) -> Blocks:
         """Plan the load of a request whose blocks up to its hit are allocated; return the blocks to hold.
 
         Every block that the engine allocated between the device's prefix and the hit must be filled by the
         load, since the engine will take it for computed.
 
+        Args:
+            request_id: of a request whose hit lies above the device's prefix.
+            tables: with the blocks up to the hit.
+            num_loaded: tokens that the engine will take for loaded; ``None`` = as many as were found.
+
         Raises:
             TransferError: it would not be; the caller treats the load as failed.
         """
         life = self._lives[request_id]
+        life.is_started = True
+        if num_loaded not in (None, life.hit - life.device_prefix):
+            life.resume_at(life.device_prefix, life.device_prefix)
+            raise TransferError(f"request {request_id!r}: the engine takes {num_loaded} tokens for loaded")
         if life.hit <= life.device_prefix:
             return frozenset()
         loads = plan_load(self._layout, life.hit, device_prefix=life.device_prefix)
@@ -162,6 +176,7 @@ class SchedulerSide:
                 "planned, or planned and not allocated; its load would leave them unfilled"
             )
         self.counters.hit_tokens += life.hit - life.device_prefix
+        self.counters.loads += 1
         ids = [
             ids_to_load(group, chosen, tables, life.device_prefix)
             for group, chosen in zip(self._layout.spec_groups, objects, strict=True)
@@ -215,20 +230,33 @@ class SchedulerSide:
         Loads are cancelled; saves go on from what they hold. The engine must not use a returned block again
         before ``report`` has released it. What the request had missed is forgotten with it.
         """
-        self._lives.pop(request_id, None)
+        self._hits.forget(request_id)
         self._jobs.cancel_loads(request_id)
         return frozenset().union(*(running.blocks for running in self._jobs.of_request(request_id)))
 
-    def reset(self) -> None:
+    def reset(self, scheme: KeyScheme | None = None) -> frozenset[str]:
         """Cancel all jobs and save nothing more of the present requests, as after a change of weights.
 
         Cancelled loads are reported as failed even where they had ended, cancelled saves as nothing stored,
         and all jobs still release their blocks through ``report``.
+
+        Args:
+            scheme: names objects from now on, in the same layout; ``None`` = as before.
+
+        Returns:
+            The requests whose loads were cancelled: one that a worker had ended has filled its blocks with
+            what is void now.
         """
         for life in self._lives.values():
-            life.may_save = False
+            life.may_save, life.is_started = False, True  # who still waits is asked for anew
+        self._hits.drop_answers()
         self._known.clear()
+        loading = self._jobs.loading()
         self._jobs.cancel_all()
+        if scheme is not None:
+            self._scheme = scheme
+            self._driver.use(scheme)
+        return loading
 
     # ---- steps
 
@@ -335,7 +363,15 @@ class SchedulerSide:
             digests = self._scheme.digests(group.index, chosen, life.blob)
             transfers.append(GroupTransfer.of(group.index, digests, of_group))
             blocks |= named(group, of_group)
-        return self._jobs.start(kind, life, objects, transfers, frozenset(blocks), ask_first=ask_first)
+        return self._jobs.start(
+            kind,
+            life,
+            objects,
+            transfers,
+            frozenset(blocks),
+            fingerprint=self._scheme.manifest.fingerprint,
+            ask_first=ask_first,
+        )
 
     def _note_failed_load(self, life: Life, objects: Sequence[NDArray[np.int64]]) -> None:
         """Have the request's next lookup take objects for absent, so that no failed load repeats for ever."""

@@ -14,6 +14,7 @@ class SchedulerSettings:
     Attributes:
         retention: which boundaries are kept.
         lookup_timeout_s: longest lookup; then the best proven boundary is the hit. ``None`` = no limit.
+        answer_s: how long the answer of ``ask`` is good for a request that has not started yet, seconds.
         least_load_tokens: a hit that adds fewer tokens to the device's prefix is not worth loading.
         least_save_tokens: shorter prompts are not saved.
         load_tries: failed loads of a request after which it computes instead, >= 1.
@@ -27,6 +28,7 @@ class SchedulerSettings:
 
     retention: Retention = "all"
     lookup_timeout_s: float | None = 1.0
+    answer_s: float = 10.0
     least_load_tokens: int = 1
     least_save_tokens: int = 1
     load_tries: int = 3

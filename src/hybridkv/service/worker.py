@@ -2,8 +2,8 @@
 
 from hybridkv.clock import Clock
 from hybridkv.errors import ConfigError
-from hybridkv.keys import KeyScheme
 from hybridkv.service.messages import VERSION, Job, JobKind, StepPlan, WorkerReport
+from hybridkv.specs.layout import Layout
 from hybridkv.stores.base import Store
 from hybridkv.transfer.block_io import BlockIO
 from hybridkv.transfer.mover import Mover
@@ -15,7 +15,7 @@ class WorkerSide:
 
     Args:
         store: where objects are; owned by the caller.
-        scheme: names objects; of the same namespace and layout as the scheduler side's.
+        layout: as this rank holds it: spec groups like the scheduler side's, bytes as they are here.
         block_io: reads and writes the engine's blocks.
         rank: tensor-parallel rank.
         settings: bounds and patience of the transfers.
@@ -25,14 +25,14 @@ class WorkerSide:
     def __init__(
         self,
         store: Store,
-        scheme: KeyScheme,
+        layout: Layout,
         block_io: BlockIO,
         *,
         rank: int = 0,
         settings: MoverSettings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._scheme, self._rank = scheme, rank
+        self._layout, self._rank = layout, rank
         self._mover = Mover(store, block_io, settings or MoverSettings(), clock=clock)
 
     def start(self, plan: StepPlan) -> None:
@@ -75,14 +75,14 @@ class WorkerSide:
     def _parts(self, job: Job) -> tuple[GroupMove, ...]:
         parts = []
         for transfer in job.groups:
-            group = self._scheme.layout.spec_groups[transfer.spec_group]
+            group = self._layout.spec_groups[transfer.spec_group]
             # Ranks beyond the rank namespaces hold copies, neighbours the same one.
-            rank = self._rank * group.num_ranks // self._scheme.layout.tp
+            rank = self._rank * group.num_ranks // self._layout.tp
             parts.append(
                 GroupMove(
                     spec_group=group.index,
                     object_bytes=group.object_bytes,
-                    keys=self._scheme.keys_of(group.index, rank, transfer.digests),
+                    keys=transfer.keys(job.fingerprint, rank),
                     blocks=transfer.block_ids(len(group.cache_groups), group.blocks_per_object),
                 )
             )

@@ -45,7 +45,7 @@ class ServiceConnector(Connector):
         self._driver = LookupDriver(store, scheme, breaker=mover.guard if mover else None)
         self.side = SchedulerSide(self._driver, scheme, scheduler or SchedulerSettings())
         self.workers = [
-            WorkerSide(store, scheme, NumpyBlockIO(layout, _pieces(memory, rank)), rank=rank, settings=mover)
+            WorkerSide(store, layout, NumpyBlockIO(layout, _pieces(memory, rank)), rank=rank, settings=mover)
             for rank in range(layout.tp)
         ]
         self._loaded: set[str] = set()

@@ -19,6 +19,14 @@ class Ledger:
     def __init__(self, num_objects: Sequence[int], *, tries: int) -> None:
         self._states = [np.zeros(count, dtype=np.uint8) for count in num_objects]
         self._tries_left = [np.full(count, tries, dtype=np.uint8) for count in num_objects]
+        self._tries = tries
+
+    def grow(self, num_objects: Sequence[int]) -> None:
+        """Count more objects per spec group, unsaved; those that are there keep their states."""
+        for idx, count in enumerate(num_objects):
+            more = max(0, count - len(self._states[idx]))
+            self._states[idx] = np.pad(self._states[idx], (0, more))
+            self._tries_left[idx] = np.pad(self._tries_left[idx], (0, more), constant_values=self._tries)
 
     def unsaved(self, spec_group: int, objects: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return those of the objects that are neither stored, nor on their way, nor given up."""

@@ -7,39 +7,36 @@ vLLM makes two of it. In a step::
     scheduler   unpin what no job touches any more | loaded requests run, failed ones are looked up again
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from hybridkv.adapters.vllm import translate
-from hybridkv.errors import ConfigError, TransferError
-from hybridkv.keys import KeyScheme
-from hybridkv.plan.boundaries import Retention
-from hybridkv.service.lookup import LookupDriver
-from hybridkv.service.messages import JobKind, StepPlan, WorkerReport
+from hybridkv.adapters.vllm.messages import StepMetadata, WorkerFacts, WorkerMetadata
+from hybridkv.adapters.vllm.metrics import HybridKVPromMetrics, HybridKVStats
+from hybridkv.adapters.vllm.scheduler_role import SchedulerRole
+from hybridkv.adapters.vllm.settings import ConnectorSettings
+from hybridkv.adapters.vllm.worker_role import WorkerRole
+from hybridkv.errors import ConfigError
 from hybridkv.service.scheduler import SchedulerSide
-from hybridkv.service.settings import SchedulerSettings
-from hybridkv.service.worker import WorkerSide
 from hybridkv.stores.base import Store
 from hybridkv.stores.registry import open_store, parse_store_uri
-from hybridkv.suggest import nearest
-from hybridkv.transfer.block_io import NumpyBlockIO
-from hybridkv.transfer.moves import Outcome
+from hybridkv.stores.wrappers.metered import MeteredStore
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -47,73 +44,14 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_log = logging.getLogger(__name__)
-
-PINNED_SHARE = 4
-"""Jobs hold at most this part (1 / n) of the engine's blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorSettings:
-    """What ``kv_connector_extra_config`` may hold.
-
-    Attributes:
-        store: URI of the store.
-        model_version: names weights and effective configuration; the user vouches for it.
-        retention: which boundaries the store keeps.
-    """
-
-    store: str
-    model_version: str
-    retention: Retention = "all"
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
-        """Read the settings strictly.
-
-        Raises:
-            ConfigError: a key is unknown or missing.
-        """
-        known = list(cls.__slots__)
-        for key in extra:
-            if key not in known:
-                raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}{nearest(key, known)}")
-        for key in ("store", "model_version"):
-            if not isinstance(extra.get(key), str):
-                raise ConfigError(f"kv_connector_extra_config: {key} is {extra.get(key)!r}; give a text")
-        return cls(**extra)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to the workers.
-
-    Attributes:
-        plan: of the service.
-        refused: requests whose load cannot be started.
-    """
-
-    plan: StepPlan
-    refused: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler: what each rank reports."""
-
-    reports: tuple[WorkerReport, ...]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
-        """Return the reports of both."""
-        return WorkerMetadata(reports=self.reports + cast("WorkerMetadata", other).reports)
-
 
 class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Translates between vLLM and the service's scheduler side or worker side.
+    """Hands vLLM's calls to the scheduler role or the worker role, whichever this one is.
 
     Raises:
         ConfigError: a setting is wrong or not supported.
         SpecError: a cache group is of an unknown kind.
+        StoreError: the store cannot be opened.
     """
 
     def __init__(
@@ -122,31 +60,17 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         translate.check_supported(vllm_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
-        namespace = translate.namespace_of(vllm_config, kv_cache_config, model_version=settings.model_version)
-        layout = translate.layout_of(kv_cache_config, name=vllm_config.model_config.model)
-        self._scheme = KeyScheme(namespace, layout, digest_bytes=translate.DIGEST_BYTES)
-        self._closing = ExitStack()
-        self._store = self.open_store(settings.store)
-        self._closing.callback(self._store.close)
-        if role is KVConnectorRole.WORKER:
-            self._worker: WorkerSide
-            self._report: WorkerReport | None = None
-            self._loads: dict[int, str] = {}  # requests by the ids of their load jobs
-            self._refused: set[str] = set()
-        else:
-            self._pool: BlockPool
-            driver = LookupDriver(self._store, self._scheme)
-            self._closing.callback(driver.close)
-            pinned = kv_cache_config.num_blocks // PINNED_SHARE
-            self._side = SchedulerSide(
-                driver, self._scheme, SchedulerSettings(retention=settings.retention, pinned_blocks=pinned)
-            )
-            self._refused = set()
-            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-                _log.warning(
-                    "kv_load_failure_policy is not 'recompute': vLLM will end a request whose load fails; "
-                    'set kv_load_failure_policy="recompute" in the kv_transfer_config'
-                )
+        with ExitStack() as opened:
+            store = MeteredStore(self.open_store(settings.store))
+            opened.callback(store.close)
+            made = (store, vllm_config, kv_cache_config, settings)
+            if role is KVConnectorRole.WORKER:
+                self._worker = WorkerRole(*made)
+                opened.callback(self._worker.close)
+            else:
+                self._scheduler = SchedulerRole(*made)
+                opened.callback(self._scheduler.close)
+            self._closing = opened.pop_all()
 
     def open_store(self, uri: str) -> Store:
         """Return the store for this role; scheduler and workers open one each and must see the same objects.
@@ -163,13 +87,39 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         """False: a save that is dropped is only a later miss."""
         return False
 
+    def shutdown(self) -> None:
+        """Stop this role; a second call does nothing."""
+        self._closing.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what this role has counted since the last call."""
+        return (self._worker if self.role is KVConnectorRole.WORKER else self._scheduler).stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return statistics that have crossed between processes as an object again."""
+        return HybridKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Register the metrics."""
+        return HybridKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- worker
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Start the worker side on the engine's memory."""
-        pieces = translate.pieces_of(self._kv_cache_config, kv_caches)
-        self._worker = WorkerSide(self._store, self._scheme, NumpyBlockIO(self._scheme.layout, pieces))
-        self._closing.callback(self._worker.close)
+        """Work on the engine's memory; vLLM calls again when it has allocated it anew."""
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerFacts:
+        """Tell the scheduler how this worker's blocks lie in memory."""
+        return self._worker.facts()
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Nothing: loads are asynchronous and start with the step's other jobs."""
@@ -184,108 +134,74 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Start the step's jobs; the model has run."""
-        meta = cast("StepMetadata", self._get_connector_metadata())
-        self._loads |= {job.job_id: job.request_id for job in meta.plan.jobs if job.kind is JobKind.LOAD}
-        self._refused |= meta.refused
-        self._worker.start(meta.plan)
+        self._worker.start(cast("StepMetadata", self._get_connector_metadata()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Tell which loads have ended: each once, also those of requests that were aborted."""
-        self._report = self._worker.poll()
-        ended, failed = set(self._refused), set(self._refused)
-        self._refused.clear()
-        for job in self._report.ended:
-            if (request_id := self._loads.pop(job.job_id, None)) is not None:
-                ended.add(request_id)
-                if job.outcome is not Outcome.DONE:
-                    failed.add(request_id)
-        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+        """Tell which loads have ended, and which of them have failed."""
+        return self._worker.results()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Pass on what the worker side reports, if anything."""
-        report, self._report = self._report, None
-        if report is None or not (report.staged or report.ended):
-            return None
-        return WorkerMetadata(reports=(report,))
+        return self._worker.take_report()
 
     # ---- scheduler
 
+    @property
+    def _side(self) -> SchedulerSide:
+        return self._scheduler.side
+
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Keep the pool whose blocks are pinned."""
-        self._pool = gpu_block_pool
+        self._scheduler.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn how the workers' blocks lie in memory: part of what must agree for bytes to be shared."""
+        self._scheduler.learn(metadata)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Look the request up; its load will be asynchronous."""
-        hit = self._side.find_hit(
-            request.request_id,
-            request.num_tokens,
-            b"".join(request.block_hashes),
-            device_prefix=num_computed_tokens,
-            may_load=not request.skip_reading_prefix_cache,
-        )
-        return hit - num_computed_tokens, hit > num_computed_tokens
+        """Look the request up, not waiting for the store; its load will be asynchronous."""
+        return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Plan the load into the blocks that the engine has allocated for it."""
-        if num_external_tokens == 0:
-            return
-        try:
-            self._pin(self._side.allocated(request.request_id, blocks.get_block_ids()))
-        except TransferError as error:
-            _log.error("a load is refused, which is a bug of hybridkv: %s", error)
-            self._refused.add(request.request_id)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Plan the saves of what the step will complete; return all that the workers shall do."""
-        state = scheduler_output.kv_connector_block_state
-        for request_id, num_computed in _computed_after(scheduler_output):
-            if self._side.wants_save(request_id):
-                self._pin(self._side.advanced(request_id, num_computed, state.get_block_ids(request_id)))
-        refused, self._refused = frozenset(self._refused), set()
-        return StepMetadata(plan=self._side.take_step(), refused=refused)
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take what the workers report and unpin what no job touches any more."""
-        meta = connector_output.kv_connector_worker_meta
-        for report in meta.reports if isinstance(meta, WorkerMetadata) else ():
-            self._unpin(self._side.report(report).released)
+        """Take what the workers report."""
+        self._scheduler.report(connector_output)
 
     def request_finished_all_groups(
         self,
         request: "Request",
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End the request; what its jobs still use stays pinned, so vLLM may free its blocks at once."""
-        self._side.forget(request.request_id)
+        """End the request; vLLM may free its blocks at once."""
+        self._scheduler.finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping until every pin is returned."""
-        return not self._side.is_idle
+        return self._scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
         """Tell that blocks will come free without a preemption."""
-        return self._side.num_pinned > 0
+        return self._scheduler.side.num_pinned > 0
 
-    def shutdown(self) -> None:
-        """Stop this role; a second call does nothing."""
-        self._closing.close()
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Return what was stored since the last call, each object once, however many ranks hold it."""
+        return self._scheduler.take_events()
 
-    def _pin(self, blocks: Iterable[tuple[int, int]]) -> None:
-        self._pool.touch([self._pool.blocks[block] for _, block in blocks])
-
-    def _unpin(self, blocks: Iterable[tuple[int, int]]) -> None:
-        self._pool.free_blocks([self._pool.blocks[block] for _, block in blocks])
-
-
-def _computed_after(step: "SchedulerOutput") -> Iterator[tuple[str, int]]:
-    """Yield the scheduled requests, each with its computed tokens once the step has ended."""
-    new, cached = step.scheduled_new_reqs, step.scheduled_cached_reqs
-    before = {one.req_id: one.num_computed_tokens for one in new}
-    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    for request_id, num_tokens in step.num_scheduled_tokens.items():
-        yield request_id, before[request_id] + num_tokens
+    def reset_cache(self) -> bool:
+        """Take nothing that was saved until now for cached any more; other engines' objects stay."""
+        self._scheduler.reset()
+        return True
