@@ -12,6 +12,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from hybridkv.adapters.vllm import scheduler_role
 from hybridkv.adapters.vllm.connector import HybridKVConnector
 from hybridkv.adapters.vllm.messages import WorkerFacts
 from hybridkv.errors import ConfigError
@@ -391,6 +393,15 @@ def test_a_bug_in_planning_leaves_the_request_alone_and_the_engine_alive(make, m
     assert pair.scheduler.get_kv_connector_stats().data["errors"] == {"": 2}
 
 
+def test_hashes_that_are_not_what_the_namespace_says_are_never_stored(make, monkeypatch, caplog):
+    pair = make()
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"another")
+    with caplog.at_level(logging.ERROR):
+        pair.save()
+    assert STORE.stats().objects == 0
+    assert "nothing is saved or loaded" in caplog.text
+
+
 def test_a_synchronous_lookup_answers_at_once(make):
     pair = make({"lookup_async": False})
     pair.save()
@@ -536,3 +547,11 @@ def test_each_step_makes_tables_only_for_what_may_be_saved(make, monkeypatch):
     for stop in range(41, 60):
         pair.step(computed={"b": (stop - 1, stop)})
     assert made == []
+
+
+@pytest.mark.parametrize(("version", "warned"), [("0.32.1", False), ("0.41.0", True)])
+def test_a_vllm_that_nobody_tried_is_warned_of(version, warned, caplog, monkeypatch):
+    monkeypatch.setattr(scheduler_role, "vllm_version", lambda: version)
+    with caplog.at_level(logging.WARNING):
+        OnOneStore(engine_config(), KVConnectorRole.SCHEDULER, cache()).shutdown()
+    assert ("hybridkv was tested with" in caplog.text) == warned
