@@ -12,6 +12,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from hybridkv.adapters.vllm import scheduler_role
 from hybridkv.adapters.vllm.connector import HybridKVConnector
 from hybridkv.adapters.vllm.messages import WorkerFacts
 from hybridkv.errors import ConfigError
@@ -226,12 +228,27 @@ def test_what_one_request_saved_another_one_loads(make):
     pair.start_load()
     assert num_free(pair) == free - 6
     assert pair.scheduler.has_pending_push_work()
-    assert pair.scheduler.has_pending_block_frees()
     output = pair.step()
     assert (output.finished_recving, output.failed_recving) == ({"b"}, set())
     assert torch.equal(pair.memory[20:26], pair.memory[2:8])
     assert num_free(pair) == free
     assert not pair.scheduler.has_pending_push_work()
+
+
+def test_blocks_come_free_without_a_preemption_only_where_a_job_alone_holds_them(make):
+    pair = make()
+    request, blocks = pair.request(), [pair.pool.blocks[idx] for idx in TABLE]
+    pair.pool.touch(blocks)  # as the request's own
+    pair.matched(request)
+    pair.allocate(request, 0)
+    meta = pair.plan(computed={"a": (0, 100)})
+    assert pair.scheduler._side.num_pinned_by_saves == 6
+    assert not pair.scheduler.has_pending_block_frees()
+    pair.scheduler.request_finished_all_groups(request, (TABLE,))
+    pair.pool.free_blocks(blocks)
+    assert pair.scheduler.has_pending_block_frees()
+    pair.scheduler.update_connector_output(pair.work(meta))
+    assert not pair.scheduler.has_pending_block_frees()
 
 
 def test_a_producer_only_saves_and_a_consumer_only_loads(make):
@@ -391,6 +408,15 @@ def test_a_bug_in_planning_leaves_the_request_alone_and_the_engine_alive(make, m
     assert pair.scheduler.get_kv_connector_stats().data["errors"] == {"": 2}
 
 
+def test_hashes_that_are_not_what_the_namespace_says_are_never_stored(make, monkeypatch, caplog):
+    pair = make()
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"another")
+    with caplog.at_level(logging.ERROR):
+        pair.save()
+    assert STORE.stats().objects == 0
+    assert "nothing is saved or loaded" in caplog.text
+
+
 def test_a_synchronous_lookup_answers_at_once(make):
     pair = make({"lookup_async": False})
     pair.save()
@@ -536,3 +562,11 @@ def test_each_step_makes_tables_only_for_what_may_be_saved(make, monkeypatch):
     for stop in range(41, 60):
         pair.step(computed={"b": (stop - 1, stop)})
     assert made == []
+
+
+@pytest.mark.parametrize(("version", "warned"), [("0.32.1", False), ("0.41.0", True)])
+def test_a_vllm_that_nobody_tried_is_warned_of(version, warned, caplog, monkeypatch):
+    monkeypatch.setattr(scheduler_role, "vllm_version", lambda: version)
+    with caplog.at_level(logging.WARNING):
+        OnOneStore(engine_config(), KVConnectorRole.SCHEDULER, cache()).shutdown()
+    assert ("hybridkv was tested with" in caplog.text) == warned
