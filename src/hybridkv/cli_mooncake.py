@@ -23,6 +23,9 @@ from hybridkv.stores.mooncake.settings import MIN_SEGMENT_BYTES
 from hybridkv.stores.mooncake.trial import START_S, STOP_S, TrialCluster
 from hybridkv.units import parse_bytes
 
+PROBE_S = 0.5
+"""Those who ask whether a cluster runs hold its lock for a moment."""
+
 mooncake_app = typer.Typer(no_args_is_help=True, help="A Mooncake cluster on this host, for trials.")
 
 Directory = Annotated[
@@ -70,11 +73,12 @@ class Place:
             ConfigError: another process is.
         """
         with self._lock_file() as lock:
-            if not _try_lock(lock):
+            if not _try_lock(lock, PROBE_S):
                 raise ConfigError(
                     f"a cluster runs already in {self.path}; `hybridkv mooncake down` ends it, "
                     "--directory gives this one a place of its own"
                 )
+            self._state.unlink(missing_ok=True)  # of one that was killed
             try:
                 yield
             finally:
@@ -103,12 +107,17 @@ class Place:
         return (self.path / "lock").open("a", encoding="utf-8")
 
 
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _try_lock(file: IO[str], wait_s: float = 0.0) -> bool:
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 @mooncake_app.command("up")
@@ -203,7 +212,7 @@ def _start_detached(place: Place, nodes: int, segment: str, port: int, http_port
             start_new_session=True,
         )
     deadline_s = time.monotonic() + (nodes + 1) * START_S
-    while (running := place.read()) is None:
+    while (running := place.read()) is None or running.pid != process.pid:
         if process.poll() is not None or time.monotonic() > deadline_s:
             words = log.read_text(errors="replace").strip().splitlines()[-1:]
             raise ConfigError("; ".join(words).removeprefix("hybridkv: ") or "the cluster does not start")

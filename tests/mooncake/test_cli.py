@@ -1,13 +1,16 @@
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from hybridkv.cli_mooncake import Place, _try_lock
 from hybridkv.stores.registry import open_store
 from hybridkv.testing.stores import Workbench, payload
 
@@ -80,6 +83,29 @@ def test_the_cluster_ends_with_the_command_however_it_ends(tmp_path, number):
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
     assert "no cluster runs" in hybridkv("mooncake", "down", f"--directory={tmp_path}").stderr
+
+
+def test_a_cluster_that_was_killed_is_not_taken_for_the_one_that_starts(place):
+    killed = json.loads(up(place).stdout)
+    os.kill(killed["pid"], signal.SIGKILL)
+    with suppress(OSError):
+        while True:
+            os.kill(killed["pid"], 0)
+            time.sleep(0.05)
+    told = json.loads(up(place).stdout)
+    assert told["pid"] != killed["pid"]
+    open_store(told["uri"]).close()
+
+
+def test_who_asks_whether_a_cluster_runs_is_not_in_the_way_of_one_that_starts(tmp_path):
+    place = Place(tmp_path)
+    with place._lock_file() as probe:
+        assert _try_lock(probe)
+        timer = threading.Timer(0.1, probe.close)
+        timer.start()
+        with place.held():
+            assert place.is_held()
+        timer.join()
 
 
 def test_what_cannot_start_says_why(tmp_path, cluster):

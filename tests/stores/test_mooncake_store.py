@@ -349,3 +349,90 @@ def test_a_uri_opens_a_store(cluster, listener, monkeypatch):
     assert (master, names) == (listener, {"tenant_id": "t"})
     stored(store, data=payload(0, 100))
     store.close()
+
+
+def test_a_client_that_cannot_be_set_up_leaves_no_threads(cluster, opened):
+    cluster.setup_code = -1
+    store, before = opened(), threading.active_count()
+    for _ in range(3):
+        store._clock.sleep(connection_module.OPEN_S)
+        with pytest.raises(StoreUnavailableError, match="cannot be set up"):
+            store.contains(["a"])
+    assert threading.active_count() == before
+
+
+def test_memory_that_a_new_client_refuses_leaves_no_threads(cluster, opened):
+    cluster.setup_code = -1
+    store = opened()
+    cluster.setup_code = 0
+    buffer = bytearray(100)
+    region = store.register(buffer)
+    store._connection._memory[region.address + 50] = 10  # overlaps: refused
+    before = threading.active_count()
+    for _ in range(2):
+        store._clock.sleep(connection_module.OPEN_S)
+        with pytest.raises(StoreUnavailableError, match="refuses to register"):
+            store.contains(["a"])
+    with waiting():
+        while threading.active_count() > before:
+            pass
+    assert not any(client._is_up for client in cluster.clients)
+
+
+@pytest.mark.parametrize("pack_bytes", [1, 1 << 18])
+def test_calls_behind_one_that_hangs_end_in_errors_and_give_their_memory_back(cluster, opened, pack_bytes):
+    """Those wait for a thread of a client that is replaced meanwhile."""
+    store = opened(timeout_s=0.2, pack_bytes=pack_bytes)
+    bench = stored(store)
+    free = store._transfers._staging._free
+    num_free = free.qsize()
+    errors = []
+
+    def note(call):
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            errors.append(type(error))
+
+    cluster.hangs.clear()
+    hanging = [threading.Thread(target=note, args=(lambda: store.contains(["a"]),)) for _ in range(4)]
+    target = bench.lay_out(1000)
+    for thread in hanging:
+        thread.start()
+    with waiting():
+        while len(cluster.calls) < 6:  # two of `stored`
+            pass
+    late = threading.Thread(target=note, args=(lambda: store.get(["a", "b"], [target, target]),))
+    late.start()
+    for thread in (*hanging, late):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert errors == [StoreUnavailableError] * 5
+    cluster.hangs.set()
+    with waiting():
+        while free.qsize() < num_free:
+            pass
+    store._clock.sleep(connection_module.OPEN_S)
+    assert bench.get("a", 1000) == (GetResult.OK, b"x" * 1000)
+
+
+def test_a_client_that_another_thread_replaces_meanwhile_is_an_error_of_the_cluster(cluster, opened):
+    store = opened()
+    bench = stored(store)
+    client = store._connection._client
+    wedged = cluster.clients[-1]
+    wedged.batch_get_into_multi_buffers = lambda names, *_: [FAILED] * len(names)
+    client.failed_transfers = connection_module.FAILURES_TO_REBUILD
+    is_healthy = client.is_healthy
+
+    def late():
+        store._connection._retire(client, "another thread was first")
+        with waiting():
+            while not client._gate._why_closed:
+                pass
+        return is_healthy()
+
+    client.is_healthy = late
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        bench.get("a", 1000)
+    assert store.num_rebuilt == 1

@@ -59,7 +59,6 @@ class Client:
     def __init__(self, library: Library, settings: MooncakeSettings) -> None:
         self._library, self._settings = library, settings
         self._gate = Gate()
-        self._threads = DaemonThreads(MAX_CALLS, "hybridkv-mooncake")
         self.failed_transfers = 0
         raw = library.client()
         try:
@@ -78,6 +77,7 @@ class Client:
         if code != OK:
             raise StoreUnavailableError(f"Mooncake's client of {settings.master} cannot be set up: {code}")
         self._raw = raw
+        self._threads = DaemonThreads(MAX_CALLS, "hybridkv-mooncake")
 
     def submit(self, use: Callable[["Client"], T]) -> Future[T]:
         """Run a call on one of the client's threads.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hybridkv.breaker import Breaker
 from hybridkv.clock import Clock, MonotonicClock
-from hybridkv.errors import StoreClosedError, StoreUnavailableError
+from hybridkv.errors import StoreClosedError, StoreError, StoreUnavailableError
 from hybridkv.stores.mooncake.client import MAX_NAMES, Client, TransferFailedError
 from hybridkv.stores.mooncake.library import Library
 from hybridkv.stores.mooncake.master import Master
@@ -83,16 +83,23 @@ class Connection:
             StoreUnavailableError: the call failed, or outlasted its deadline and goes on.
         """
         try:
-            answer = future.result(self._settings.timeout_s)
+            answer = self._answer(client, future, is_patient=is_patient)
+        except StoreClosedError as error:  # it was replaced before the call began
+            raise StoreUnavailableError(str(error)) from None
+        self._breaker.note_success()
+        return answer
+
+    def _answer(self, client: Client, future: Future[T], *, is_patient: bool) -> T:
+        try:
+            return future.result(self._settings.timeout_s)
         except TimeoutError:
             self._breaker.note_failure()
             self._retire(client, "a call outlasted its deadline")
-            if not is_patient:
-                future.cancel()
+            if future.cancel() or not is_patient:  # what did not begin touches no memory
                 raise StoreUnavailableError(
                     f"Mooncake did not answer within {self._settings.timeout_s:g} s"
                 ) from None
-            answer = future.result()
+            return future.result()
         except StoreUnavailableError as error:
             self._breaker.note_failure()
             is_wedged = (
@@ -101,10 +108,6 @@ class Connection:
             if is_wedged and client.is_healthy():
                 self._retire(client, "its transfers fail though the master is healthy")
             raise
-        except StoreClosedError as error:  # it was replaced before the call began
-            raise StoreUnavailableError(str(error)) from None
-        self._breaker.note_success()
-        return answer
 
     def call(self, use: Callable[[Client], T]) -> T:
         """Return the answer of one call.
@@ -169,8 +172,12 @@ class Connection:
             if self._client is None:
                 self._probe()
                 client = Client(self._library, self._settings)
-                for address, num_bytes in self._memory.items():
-                    client.register(address, num_bytes)
+                try:
+                    for address, num_bytes in self._memory.items():
+                        client.register(address, num_bytes)
+                except StoreError as error:
+                    client.close(self._settings.timeout_s)
+                    raise StoreUnavailableError(str(error)) from None
                 self._client = client
             return self._client
         finally:
