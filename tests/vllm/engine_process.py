@@ -38,7 +38,12 @@ def plain(output):
 class Served:
     """One engine after the other; what looks inside works with an engine in this very process only."""
 
+    def __init__(self):
+        self.llm = None
+
     def start(self, kv_transfer=None, **settings):
+        if self.llm is not None:
+            self.stop()
         if kv_transfer is not None:
             settings["kv_transfer_config"] = KVTransferConfig(**kv_transfer)
         self.llm = LLM(**settings)

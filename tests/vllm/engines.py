@@ -49,7 +49,7 @@ class EngineProcess:
         self.log = log
         self._connection = mine
         # First on the path is what this process tests, whatever is installed.
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), environment.pop("PYTHONPATH", "")])
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.vllm.engine_process", str(theirs.fileno())],
@@ -97,6 +97,11 @@ class EngineProcess:
             }
         self.do("start", model=str(model), **{**ENGINE, **settings})
 
+    def outputs(self, name):
+        """Return the outputs that a command gives by name, in the order of the names."""
+        found = self.do(name)
+        return [Run(**found[name]) for name in sorted(found)]
+
     def run(self, *prompts, **settings):
         """Serve prompts together."""
         return [Run(**one) for one in self.do("run", prompts, **settings)]
@@ -119,12 +124,9 @@ class EngineProcess:
         return self._process.wait(timeout_s)
 
     def close(self):
-        """Have it end; what does not is killed."""
+        """End it; an engine that shall end in good order is told so by ``stop`` before."""
         self._connection.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        self.kill()
 
     def last_words(self):
         """The end of what it printed."""
