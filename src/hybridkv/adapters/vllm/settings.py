@@ -208,12 +208,16 @@ class SettingRow:
     meaning: str
 
 
+def _shown(value: object) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def describe() -> list[SettingRow]:
     """Return the keys of ``kv_connector_extra_config`` in order."""
     return [
         SettingRow(
             name=one.name,
-            default="" if one.default is MISSING else "none" if one.default is None else str(one.default),
+            default="" if one.default is MISSING else _shown(one.default),
             unit=one.metadata["unit"],
             meaning=one.metadata["meaning"],
         )
