@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 VLLM_BIN := $(VLLM)/bin
 
-.PHONY: demo test slow lint coverage test-vllm test-mooncake bench bench-long clean
+.PHONY: demo demo-vllm test slow lint coverage test-vllm test-mooncake bench bench-long clean
 
 demo: $(VENV)/.ready
 	$(BIN)/hybridkv demo
@@ -35,6 +35,10 @@ $(VENV)/.ready: pyproject.toml
 		{ echo "python3's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
+
+# Two vLLM engines on the CPU that share a store.
+demo-vllm: $(VLLM)/.ready
+	$(VLLM_BIN)/python -m hybridkv.adapters.vllm.demo
 
 # The environment with Mooncake is vLLM's, too.
 test-mooncake: $(VLLM)/.ready
