@@ -1,10 +1,10 @@
 """Real vLLM engines on one Mooncake store: with the in-tree connector, with hybridkv's, and with none.
 
 Every contender is a vLLM engine on the CPU in a process of its own, with the same tiny model of random
-weights. Seeded chats of several turns, with branches, are served one request at a time; the engines take turns
-on each request, so that all see the same load of the machine. Before each request but those "on device" the
-engine's own prefix cache is emptied: every hit comes from the store. A real Mooncake master and one storage
-node serve all of them; no contender's keys meet another's.
+weights. Seeded chats of several turns, with branches, are served one request at a time; the engines take
+turns on each request, so that all see the same load of the machine. Before each request but those "on
+device" the engine's own prefix cache is emptied: every hit comes from the store. A real Mooncake master and
+one storage node serve all of them; no contender's keys meet another's.
 
     python benchmarks/vllm_serving.py [--chats N] [--json FILE] [--page FILE] [--gate]
 
