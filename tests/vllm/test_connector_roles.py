@@ -228,12 +228,27 @@ def test_what_one_request_saved_another_one_loads(make):
     pair.start_load()
     assert num_free(pair) == free - 6
     assert pair.scheduler.has_pending_push_work()
-    assert pair.scheduler.has_pending_block_frees()
     output = pair.step()
     assert (output.finished_recving, output.failed_recving) == ({"b"}, set())
     assert torch.equal(pair.memory[20:26], pair.memory[2:8])
     assert num_free(pair) == free
     assert not pair.scheduler.has_pending_push_work()
+
+
+def test_blocks_come_free_without_a_preemption_only_where_a_job_alone_holds_them(make):
+    pair = make()
+    request, blocks = pair.request(), [pair.pool.blocks[idx] for idx in TABLE]
+    pair.pool.touch(blocks)  # as the request's own
+    pair.matched(request)
+    pair.allocate(request, 0)
+    meta = pair.plan(computed={"a": (0, 100)})
+    assert pair.scheduler._side.num_pinned_by_saves == 6
+    assert not pair.scheduler.has_pending_block_frees()
+    pair.scheduler.request_finished_all_groups(request, (TABLE,))
+    pair.pool.free_blocks(blocks)
+    assert pair.scheduler.has_pending_block_frees()
+    pair.scheduler.update_connector_output(pair.work(meta))
+    assert not pair.scheduler.has_pending_block_frees()
 
 
 def test_a_producer_only_saves_and_a_consumer_only_loads(make):

@@ -276,6 +276,12 @@ class SchedulerRole:
         )
 
     @property
+    def will_free_blocks(self) -> bool:
+        """Whether a job holds a block that no request needs any more."""
+        blocks = self._pool.blocks
+        return any(blocks[block].ref_cnt == 1 for _, block in self.side.pinned)
+
+    @property
     def has_work(self) -> bool:
         """Whether steps are needed to give pins back or to report refused loads."""
         return bool(self._refused) or not self.side.is_idle
