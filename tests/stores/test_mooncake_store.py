@@ -351,6 +351,15 @@ def test_without_http_a_store_moves_objects_and_counts_nothing(cluster, opened):
         store.stats()
 
 
+def test_names_that_are_no_keys_are_anothers(cluster, opened):
+    """With them among the keys, nothing could be discarded."""
+    store = opened()
+    stored(store)
+    cluster.values.update(dict.fromkeys(["hkv:", "hkv:\u00e9", "hkv:" + "k" * 201, "a", ""], b"x" * 30))
+    assert [info.key for info in store.list()] == ["a"]
+    assert store.stats().objects == 1
+
+
 def test_closing_leaves_a_client_whose_call_hangs(cluster, opened):
     store = opened(timeout_s=0.1)
     cluster.hangs.clear()
