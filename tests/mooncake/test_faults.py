@@ -171,6 +171,35 @@ def test_objects_in_place_survive_a_frozen_storage_node(cluster):
     store.close()
 
 
+def test_the_process_ends_in_order_while_a_call_hangs(cluster):
+    """The bare library crashes when it is taken down during a call."""
+    script = """
+import os, signal, sys
+from hybridkv.errors import StoreUnavailableError
+from hybridkv.stores.registry import open_store
+from hybridkv.testing.stores import Workbench
+store = open_store(sys.argv[1])
+bench = Workbench(store, 1 << 20)
+keys = [f"late/{idx}" for idx in range(16)]
+store.put(keys, [bench.source(b"x" * 1000) for _ in keys])
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+try:
+    store.get(keys, [bench.lay_out(1000) for _ in keys])
+except StoreUnavailableError as error:
+    print(error)
+"""
+    node = cluster.nodes[0]
+    done = subprocess.run(
+        [sys.executable, "-c", script, f"{cluster.uri}&timeout=1", str(node.pid)],
+        check=False,
+        capture_output=True,
+        timeout=120,
+    )
+    os.kill(node.pid, signal.SIGCONT)
+    assert b"within 1 s" in done.stdout
+    assert done.returncode == 0
+
+
 def test_the_master_is_absent_at_the_start(tmp_path):
     first = TrialCluster(tmp_path, num_nodes=0)
     uri = first.uri

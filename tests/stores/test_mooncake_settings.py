@@ -74,6 +74,8 @@ def test_every_setting_can_be_given():
         ("mooncake://h?timeout=soon", "give a number"),
         ("mooncake://h?timeout=0", "seconds > 0"),
         ("mooncake://h?timeout=nan", "seconds > 0"),
+        ("mooncake://h?timeout=inf", "at most 50"),
+        ("mooncake://h?timeout=51", "at most 50"),
         ("mooncake://h?checksum=yes", "give on or off"),
         ("mooncake://h?http=x", "no host:port"),
     ],

@@ -3,10 +3,10 @@
 import os
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
-from tests.stores.fake_mooncake import FAILED, NO_ANSWER, FakeCluster, FakeMaster
+from tests.stores.fake_mooncake import FAILED, NO_ANSWER, FakeClient, FakeCluster, FakeMaster
 
 from hybridkv.clock import ManualClock
 from hybridkv.errors import StoreClosedError, StoreError, StoreUnavailableError
@@ -252,6 +252,44 @@ def test_a_call_on_the_callers_memory_is_waited_for(cluster, opened):
     assert bench.get("a", 1000) == (GetResult.OK, b"x" * 1000)
 
 
+@pytest.mark.parametrize("pack_bytes", [1, 1 << 18])
+def test_memory_of_a_late_call_is_free_only_when_its_client_is_down(cluster, opened, pack_bytes):
+    """What the library gave up stays in its queues, and may be carried out as long as the client is up."""
+    store = opened(timeout_s=0.2, pack_bytes=pack_bytes)
+    bench = stored(store)
+    raw, free = cluster.clients[-1], store._transfers._staging._free
+    num_free, goes_down = free.qsize(), threading.Event()
+    gave_up = threading.Event()
+    raw.close = lambda: goes_down.wait(30) and FakeClient.close(raw)
+
+    def gives_up(names, *_):
+        gave_up.wait(30)
+        return [FAILED] * len(names)
+
+    raw.batch_get_into_multi_buffers = gives_up
+    over = threading.Event()
+
+    def read():
+        with suppress(StoreUnavailableError):
+            bench.get("a", 1000)
+        over.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with waiting():
+        while not store.num_rebuilt:
+            pass
+    gave_up.set()
+    assert over.wait(0.5) == (pack_bytes > 1)
+    assert free.qsize() == num_free - 1
+    goes_down.set()
+    reader.join(30)
+    with waiting():
+        while free.qsize() < num_free:
+            pass
+    assert not raw._is_up
+
+
 def test_no_staging_memory_is_an_error_in_time(opened):
     store = opened(timeout_s=0.1)
     bench = stored(store)
@@ -313,6 +351,15 @@ def test_without_http_a_store_moves_objects_and_counts_nothing(cluster, opened):
         store.stats()
 
 
+def test_names_that_are_no_keys_are_anothers(cluster, opened):
+    """With them among the keys, nothing could be discarded."""
+    store = opened()
+    stored(store)
+    cluster.values.update(dict.fromkeys(["hkv:", "hkv:\u00e9", "hkv:" + "k" * 201, "a", ""], b"x" * 30))
+    assert [info.key for info in store.list()] == ["a"]
+    assert store.stats().objects == 1
+
+
 def test_closing_leaves_a_client_whose_call_hangs(cluster, opened):
     store = opened(timeout_s=0.1)
     cluster.hangs.clear()
@@ -330,6 +377,28 @@ def test_all_stores_are_closed_when_the_interpreter_ends(cluster, opened):
     assert not cluster.clients[-1]._is_up
     with pytest.raises(StoreClosedError):
         store.contains(["a"])
+
+
+def test_the_interpreter_ends_after_the_calls_of_clients_that_were_replaced_or_left(cluster, opened):
+    store = opened(timeout_s=0.1)
+    cluster.hangs.clear()
+    for _ in range(2):  # the first client is replaced, the second left by `close`
+        with pytest.raises(StoreUnavailableError, match=r"within 0\.1 s"):
+            store.contains(["a"])
+    store._connection._connected()
+    num_calls = len(cluster.calls)
+    future = store._connection._client.submit(lambda client: client.are_stored(["a"]))
+    with waiting():
+        while len(cluster.calls) == num_calls:
+            pass
+    store.close()
+    assert [client._is_up for client in cluster.clients] == [True] * 3
+    timer = threading.Timer(0.3, cluster.hangs.set)
+    timer.start()
+    store_module._close_all()
+    assert future.result() == [False]
+    assert [client._is_up for client in cluster.clients] == [False] * 3
+    timer.join()
 
 
 def test_a_forked_child_leaves_the_parents_client_alone(cluster, opened):
@@ -351,18 +420,18 @@ def test_a_uri_opens_a_store(cluster, listener, monkeypatch):
     store.close()
 
 
-def client_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hybridkv-mooncake")]
+def num_threads():
+    return sum(thread.name.startswith("hybridkv-mooncake") for thread in threading.enumerate())
 
 
 def test_a_client_that_cannot_be_set_up_leaves_no_threads(cluster, opened):
     cluster.setup_code = -1
-    store, before = opened(), len(client_threads())
+    store, before = opened(), num_threads()
     for _ in range(3):
         store._clock.sleep(connection_module.OPEN_S)
         with pytest.raises(StoreUnavailableError, match="cannot be set up"):
             store.contains(["a"])
-    assert len(client_threads()) <= before
+    assert num_threads() <= before
 
 
 def test_memory_that_a_new_client_refuses_leaves_no_threads(cluster, opened):
@@ -372,13 +441,13 @@ def test_memory_that_a_new_client_refuses_leaves_no_threads(cluster, opened):
     buffer = bytearray(100)
     region = store.register(buffer)
     store._connection._memory[region.address + 50] = 10  # overlaps: refused
-    before = len(client_threads())
+    before = num_threads()
     for _ in range(2):
         store._clock.sleep(connection_module.OPEN_S)
         with pytest.raises(StoreUnavailableError, match="refuses to register"):
             store.contains(["a"])
     with waiting():
-        while len(client_threads()) > before:
+        while num_threads() > before:
             pass
     assert not any(client._is_up for client in cluster.clients)
 

@@ -32,10 +32,15 @@ def check_batch(keys: Sequence[str], **columns: Sized | None) -> None:
     except TypeError:
         raise StoreError("a key is not a text") from None
     if not good:
-        bad = next(key for key in keys if not (_is_printable(key) and 0 < len(key) <= MAX_KEY_CHARS))
+        bad = next(key for key in keys if not is_key(key))
         raise StoreError(
             f"key {bad[:MAX_KEY_CHARS]!r} is not 1 to {MAX_KEY_CHARS} printable ASCII characters, no space"
         )
+
+
+def is_key(text: str) -> bool:
+    """Tell whether a text can be a key."""
+    return _is_printable(text) and 0 < len(text) <= MAX_KEY_CHARS
 
 
 def _is_printable(text: str) -> bool:

@@ -5,6 +5,7 @@ answer absence and failure alike, others truthily where they fail; here only tho
 exact.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -58,7 +59,8 @@ class Client:
 
     def __init__(self, library: Library, settings: MooncakeSettings) -> None:
         self._library, self._settings = library, settings
-        self._gate = Gate()
+        self._gate, self._closing = Gate(), threading.Lock()
+        self._down: Future[None] = Future()
         self.failed_transfers = 0
         raw = library.client()
         try:
@@ -172,17 +174,35 @@ class Client:
     def close(self, timeout_s: float) -> bool:
         """Wait for the calls in flight, then take the client down; ``False`` where one does not return.
 
-        Such a client is left as it is: the library crashes when it is closed during a call.
+        Such a client is left as it is, to be closed again later: the library crashes when it is closed during
+        a call.
         """
-        if not self._gate.shut("this client of Mooncake is closed"):
-            return True
-        is_empty = self._gate.wait_empty(timeout_s)
-        self._threads.close()
-        if is_empty:
-            self._raw.close()
-        else:
-            _kept.append(self)
-        return is_empty
+        _ending.add(self)
+        if self._gate.shut("this client of Mooncake is closed"):
+            self._threads.close()
+        if not self._gate.wait_empty(timeout_s):
+            return False
+        with self._closing:
+            if not self._down.done():
+                self._raw.close()
+                self._down.set_result(None)
+        _ending.discard(self)
+        return True
+
+    def when_over(self, future: Future[T], then: Callable[[], None]) -> None:
+        """Do something when the library touches the memory of a submitted call no more.
+
+        A transfer that it gave up, after 60 seconds, stays in its queues, and may still be carried out until
+        the client is down. So a client is closed before any of its calls takes that long.
+        """
+
+        def after_call(_: Future[T]) -> None:
+            if self in _ending:
+                self._down.add_done_callback(lambda _: then())
+            else:
+                then()
+
+        future.add_done_callback(after_call)
 
     def abandon_after_fork(self) -> None:
         """Never use or destroy this client again: in a forked child either would hang or crash."""
@@ -219,6 +239,21 @@ class Client:
         )
 
 
+def close_all_ending(timeout_s: float) -> None:
+    """Finish all closing that goes on or gave up; ended during a call of the library, the process crashes."""
+    for client in list(_ending):
+        client.close(timeout_s)
+
+
+def _keep_all_ending() -> None:
+    _kept.extend(_ending)
+    _ending.clear()
+
+
 _counting = threading.Lock()
+_ending: set[Client] = set()
+"""Clients whose closing began and is not over."""
 _kept: list[Client] = []
-"""Clients that must not be destroyed: their destructors take them down."""
+"""Clients of a forked child's parent, which must not be destroyed: their destructors take them down."""
+
+os.register_at_fork(after_in_child=_keep_all_ending)

@@ -23,8 +23,9 @@ OPEN_S = 5.0
 """After three failures in a row nothing is asked for this long: each failing call costs seconds."""
 FAILURES_TO_REBUILD = 3
 """Transfers in a row that failed as a whole, with a healthy master, before a new client is made."""
+DRAIN_S = 90.0
+"""Longer than any call takes: the library gives up a transfer after 60 s."""
 _PROBE_S = 1.0
-_DRAIN_S = 90.0  # the library gives up a transfer after 60 s
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Connection:
             client: as ``start`` returned it.
             future: as ``start`` returned it.
             is_patient: wait beyond the deadline: the call uses memory of a caller who may reuse it when we
-                return. The library itself gives up within a minute.
+                return. The library itself gives up within a minute, and then its client is taken down.
 
         Raises:
             StoreUnavailableError: the call failed, or outlasted its deadline and goes on.
@@ -99,7 +100,10 @@ class Connection:
                 raise StoreUnavailableError(
                     f"Mooncake did not answer within {self._settings.timeout_s:g} s"
                 ) from None
-            return future.result()
+            try:
+                return future.result()
+            finally:
+                client.close(DRAIN_S)  # see `Client.when_over`
         except StoreUnavailableError as error:
             self._breaker.note_failure()
             is_wedged = (
@@ -209,4 +213,4 @@ class Connection:
             self._client = None
             self.num_rebuilt += 1
         _log.warning("Mooncake's client is replaced: %s", why)
-        threading.Thread(target=client.close, args=(_DRAIN_S,), daemon=True).start()
+        threading.Thread(target=client.close, args=(DRAIN_S,), daemon=True).start()

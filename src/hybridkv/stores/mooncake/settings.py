@@ -23,6 +23,8 @@ MASTER_PORT = 50051
 HTTP_PORT = 9003
 MIN_SEGMENT_BYTES = 16 * 2**20
 """Mooncake refuses a smaller segment."""
+MAX_TIMEOUT_S = 50.0
+"""Mooncake gives up a transfer after 60 s; a store has to be quicker."""
 PROTOCOLS = ("tcp", "rdma")
 
 _KNOWN = (
@@ -101,8 +103,10 @@ class MooncakeSettings:
             raise ConfigError("mooncake store: staging is at least 16MiB")
         if self.replicas < 1:
             raise ConfigError(f"mooncake store: replicas is {self.replicas}; give an integer >= 1")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"mooncake store: timeout is {self.timeout_s}; give seconds > 0")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"mooncake store: timeout is {self.timeout_s}; give seconds > 0, at most {MAX_TIMEOUT_S:g}"
+            )
 
     @property
     def has_leaders(self) -> bool:

@@ -14,8 +14,8 @@ from hybridkv.errors import StoreUnavailableError
 from hybridkv.stores.base import GetResult, ObjectInfo, PutHint, PutResult, Segments, StoreStats
 from hybridkv.stores.batch import check_batch
 from hybridkv.stores.gate import Gate
-from hybridkv.stores.mooncake.client import ABSENT, MISFIT, NO_ROOM, OK
-from hybridkv.stores.mooncake.connection import Connection
+from hybridkv.stores.mooncake.client import ABSENT, MISFIT, NO_ROOM, OK, close_all_ending
+from hybridkv.stores.mooncake.connection import DRAIN_S, Connection
 from hybridkv.stores.mooncake.library import Library, load_library
 from hybridkv.stores.mooncake.master import ClusterCounts, Master
 from hybridkv.stores.mooncake.parcels import Item
@@ -276,6 +276,7 @@ def _close_all() -> None:
     """Take clients down before the interpreter goes: their calls would crash in what is left of it."""
     for store in list(_open_stores):
         store.close()
+    close_all_ending(DRAIN_S)
 
 
 os.register_at_fork(after_in_child=_abandon_all)

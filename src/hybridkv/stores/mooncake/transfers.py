@@ -151,7 +151,7 @@ class Transfers:
         try:
             answers = self._connection.finish(sent.client, sent.future, is_patient=not sent.parcel.is_own)
         except BaseException:
-            sent.future.add_done_callback(lambda _: sent.slot.give_back())
+            sent.client.when_over(sent.future, sent.slot.give_back)
             raise
         try:
             for (idx, load), code in zip(sent.parcel.loads.items(), answers, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import xxhash
 
 from hybridkv.keys import without_rank
+from hybridkv.stores.batch import is_key
 
 MARK = "hkv:"
 """Begins every name, so that objects are told from what else the cluster holds."""
@@ -27,7 +28,8 @@ def name_of(key: str) -> str:
 
 def key_of(name: str) -> str | None:
     """Return the key of a name in Mooncake, or ``None`` where it is not an object of ours."""
-    return name.removeprefix(MARK).replace(_STAND_IN, _COMMA) if name.startswith(MARK) else None
+    key = name.removeprefix(MARK).replace(_STAND_IN, _COMMA)
+    return key if name.startswith(MARK) and is_key(key) else None
 
 
 def group_of(key: str) -> str:
