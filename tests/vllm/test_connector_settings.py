@@ -42,8 +42,9 @@ def test_what_makes_no_sense_is_refused_by_name(extra, message):
 
 def test_sizes_are_texts_or_numbers():
     settings = ConnectorSettings.of({"store": STORE, "slot_bytes": "1MiB", "write_bytes_per_s": 1000})
-    assert settings.mover().slot_bytes == 1 << 20
-    assert settings.mover().write_bytes_per_s == 1000
+    assert settings.mover(100).slot_bytes == 1 << 20
+    assert settings.mover((1 << 20) + 1).slot_bytes == (1 << 20) + 64  # an object always fits
+    assert settings.mover(100).write_bytes_per_s == 1000
     assert ConnectorSettings.of({"store": STORE, "write_bytes_per_s": None}).write_bytes_per_s is None
 
 

@@ -244,9 +244,22 @@ class JobBook:
         return over, frozenset(released)
 
     @property
+    def pinned(self) -> Iterable[tuple[int, int]]:
+        """Blocks that jobs hold, each once."""
+        return self._holds.keys()
+
+    @property
     def num_pinned(self) -> int:
         """Blocks that jobs hold."""
         return len(self._holds)
+
+    def num_pinned_by_saves(self) -> int:
+        """Return how many blocks saves hold: the part of them that the engine's requests may not need."""
+        held: set[tuple[int, int]] = set()
+        for running in (*self._running.values(), *self._taken_back):
+            if not running.is_load:
+                held |= running.blocks
+        return len(held)
 
     @property
     def is_idle(self) -> bool:

@@ -14,7 +14,7 @@ An engine adapter calls, in this order::
 Block tables are lists of engine block ids, one a cache group, 0 where the engine holds no block.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -320,6 +320,16 @@ class SchedulerSide:
     def num_pinned(self) -> int:
         """Blocks that jobs hold."""
         return self._jobs.num_pinned
+
+    @property
+    def pinned(self) -> Iterable[tuple[int, int]]:
+        """The blocks that jobs hold, each once."""
+        return self._jobs.pinned
+
+    @property
+    def num_pinned_by_saves(self) -> int:
+        """Blocks that saves hold; never more than ``pinned_blocks``."""
+        return self._jobs.num_pinned_by_saves()
 
     @property
     def is_idle(self) -> bool:

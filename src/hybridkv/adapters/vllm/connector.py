@@ -194,8 +194,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        """Tell that blocks will come free without a preemption."""
-        return self._scheduler.side.num_pinned > 0
+        """Tell whether blocks will come free without a preemption."""
+        return self._scheduler.will_free_blocks
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         """Return what was stored since the last call, each object once, however many ranks hold it."""

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, iter_layer_specs
 
 from hybridkv.errors import ConfigError
 from hybridkv.keys import Namespace
 
+TESTED_VERSIONS = ("0.32.",)
+"""How the versions of vLLM begin that this adapter was tested with."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLES = 16
 """Samples of a weight file, evenly spread; a fine-tuned model differs in nearly every one."""
@@ -86,6 +89,11 @@ def _kernel_layout(config: VllmConfig, cache: KVCacheConfig) -> str:
             "vllm" + ".".join(vllm_version().split(".")[:2]),
         )
     )
+
+
+def current_hash_root() -> str:
+    """Return hex of what vLLM chains first block hashes to; it sets it after the scheduler is built."""
+    return bytes(kv_cache_utils.NONE_HASH).hex()
 
 
 def vllm_version() -> str:

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from hybridkv.adapters.vllm import translate
 from hybridkv.adapters.vllm.events import block_stored
-from hybridkv.adapters.vllm.identity import namespace_of
+from hybridkv.adapters.vllm.identity import TESTED_VERSIONS, current_hash_root, namespace_of, vllm_version
 from hybridkv.adapters.vllm.messages import StepMetadata, WorkerFacts, WorkerMetadata
 from hybridkv.adapters.vllm.metrics import HybridKVStats, Reporter, scheduler_values
 from hybridkv.adapters.vllm.settings import ConnectorSettings, RequestSettings
@@ -78,11 +78,14 @@ class SchedulerRole:
         self._pool: BlockPool
         self._wishes: dict[str, RequestSettings] = {}
         self._growing: dict[str, Request] = {}  # of which output is saved
+        self._is_root_checked = False
         self._refused: set[str] = set()
         self._void: set[str] = set()  # requests whose load may have ended on a worker before a reset
         self._warn(config)
 
     def _warn(self, config: VllmConfig) -> None:
+        if not (running := vllm_version()).startswith(TESTED_VERSIONS):
+            _log.warning("vLLM is %s; hybridkv was tested with %s", running, " and ".join(TESTED_VERSIONS))
         if config.kv_transfer_config.kv_load_failure_policy != "recompute" and self._may_load:
             _log.warning(
                 "kv_load_failure_policy is not 'recompute': vLLM will end a request whose load fails; "
@@ -123,13 +126,27 @@ class SchedulerRole:
     # ---- requests
 
     def matched(self, request: "Request", num_computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beyond the computed ones, ``None`` while that is not known."""
+        """Return how many tokens can be loaded beyond the computed ones; ``None`` while not known."""
         hit: int | None = num_computed
+        if not self._is_root_checked:
+            self._check_root()
         with self._contained(request.request_id):
             hit = self._hit(request, num_computed)
         if hit is None:
             return None, False
         return hit - num_computed, hit > num_computed
+
+    def _check_root(self) -> None:
+        """Neither save nor load where block hashes are not the ones that the namespace names."""
+        self._is_root_checked = True
+        if (root := current_hash_root()) != self._namespace.hash_root:
+            self._may_load = self._may_save = False
+            _log.error(
+                "nothing is saved or loaded: vLLM's block hashes begin with %s, which is not what "
+                "PYTHONHASHSEED and prefix_caching_hash_algo gave when the connector was built; leave both "
+                "as they are while the engine starts",
+                root,
+            )
 
     def _hit(self, request: "Request", num_computed: int) -> int | None:
         wishes = self._wishes_of(request)
@@ -257,6 +274,12 @@ class SchedulerRole:
         return self._reporter.report(
             scheduler_values(self.side, self._driver.metrics(), self._store, num_errors=self.num_errors)
         )
+
+    @property
+    def will_free_blocks(self) -> bool:
+        """Whether a job holds a block that no request needs any more."""
+        blocks = self._pool.blocks
+        return any(blocks[block].ref_cnt == 1 for _, block in self.side.pinned)
 
     @property
     def has_work(self) -> bool:

@@ -20,6 +20,9 @@ PARAMS = "kv_transfer_params"
 REQUEST_KEY = "hybridkv"
 """The key of ``kv_transfer_params`` whose value is a request's own settings."""
 
+SLOT_UNIT = 64
+"""Slots are multiples of this, bytes."""
+
 T = TypeVar("T")
 
 
@@ -137,7 +140,7 @@ class ConnectorSettings:
         _size,
         default=32 << 20,
         unit="bytes",
-        meaning="bytes of one put or get at most; >= the largest object",
+        meaning="bytes of one put or get at most; one object always fits",
     )
     num_slots: int = _setting(
         _count(1), default=8, meaning="batches in flight each way; a worker stages 2 x num_slots x slot_bytes"
@@ -188,10 +191,10 @@ class ConnectorSettings:
             known_s=self.known_s,
         )
 
-    def mover(self) -> MoverSettings:
-        """Return the settings of a worker's transfers."""
+    def mover(self, largest_object: int) -> MoverSettings:
+        """Return the settings of a worker's transfers, with slots that hold its largest object, bytes."""
         return MoverSettings(
-            slot_bytes=self.slot_bytes,
+            slot_bytes=-(-max(self.slot_bytes, largest_object) // SLOT_UNIT) * SLOT_UNIT,
             num_slots=self.num_slots,
             write_bytes_per_s=self.write_bytes_per_s,
             guard=GuardSettings(timeout_s=self.store_timeout_s),
@@ -208,12 +211,16 @@ class SettingRow:
     meaning: str
 
 
+def _shown(value: object) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def describe() -> list[SettingRow]:
     """Return the keys of ``kv_connector_extra_config`` in order."""
     return [
         SettingRow(
             name=one.name,
-            default="" if one.default is MISSING else "none" if one.default is None else str(one.default),
+            default="" if one.default is MISSING else _shown(one.default),
             unit=one.metadata["unit"],
             meaning=one.metadata["meaning"],
         )

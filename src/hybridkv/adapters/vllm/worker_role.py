@@ -73,7 +73,7 @@ class WorkerRole:
             self._layout,
             NumpyBlockIO(self._layout, pieces),
             rank=self._rank,
-            settings=self._settings.mover(),
+            settings=self._settings.mover(max(group.object_bytes for group in self._layout.spec_groups)),
         )
         self._memory = translate.memory_digest(self._cache, tensors)
 
