@@ -51,6 +51,11 @@ test-vllm: $(VLLM)/.ready
 bench: $(VLLM)/.ready
 	$(VLLM_BIN)/python benchmarks/lookup.py
 
+# Real engines, beside the in-tree connector: minutes.
+bench-serving: $(VLLM)/.ready
+	$(VLLM_BIN)/python benchmarks/vllm_serving.py --json benchmarks/results/vllm_serving.json \
+		--page docs/vllm-serving.md
+
 bench-long: $(VLLM)/.ready
 	$(VLLM_BIN)/python benchmarks/lookup.py --long --json benchmarks/results/lookup.json \
 		--page docs/lookup.md --plot docs/lookup.svg

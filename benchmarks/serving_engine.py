@@ -1,15 +1,17 @@
 """One vLLM engine in a process of its own, for ``vllm_serving.py``: serves one request after the other.
 
 The engine runs in the process that steps it, as vLLM's own engine process does: scheduler, worker and
-connector are together, and a step without a model run is followed by a millisecond of sleep. Lookups and
-steps are timed.
+connector are together, and a step without a model run is followed by a millisecond of sleep. Lookups, steps
+and the connector's calls are timed.
 """
 
 import gc
+import inspect
 import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,38 @@ def _obey(connection: Connection, log: str, settings: dict[str, Any]) -> None:
         connection.send((False, traceback.format_exc()))
 
 
+class _Inside:
+    """Sums the time that an engine's thread spends in a connector's calls, of either role.
+
+    Attributes:
+        seconds: so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    def watch(self, connector: Any) -> None:  # noqa: ANN401
+        """Count the time in what an engine calls of a connector."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        for name, found in vars(KVConnectorBase_V1).items():
+            if inspect.isfunction(found) and not name.startswith("_"):
+                setattr(connector, name, self._counted(getattr(connector, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
+            start = time.perf_counter()
+            self._depth += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - start
+
+        return counted
+
+
 class _Watched:
     """An engine whose lookups and steps are timed."""
 
@@ -128,9 +162,12 @@ class _Watched:
         self._num_served = 0
         self._lookups: list[tuple[float, float, int, int | None]] = []
         self._num_scheduled = 0
+        self._inside = _Inside()
         self._watch()
 
     def _watch(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
         schedule = self._scheduler.schedule
 
         def watched_schedule(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
@@ -151,6 +188,8 @@ class _Watched:
             return found
 
         connector.get_num_new_matched_tokens = watched_look_up
+        self._inside.watch(connector)
+        self._inside.watch(get_kv_transfer_group())
 
     def facts(self) -> Record:
         config = self._scheduler.kv_cache_config
@@ -172,14 +211,15 @@ class _Watched:
         gc.collect()
         self._lookups.clear()
         self._num_served += 1
-        steps: list[tuple[int, float]] = []
+        steps: list[tuple[int, float, float]] = []
         first_s, output = None, None
         start = time.perf_counter()
         self._engine.add_request(str(self._num_served), {"prompt_token_ids": prompt}, self._sampling)
         while output is None:
+            self._inside.seconds = 0.0
             num_tokens, seconds, outputs = self._step()
             if num_tokens:
-                steps.append((num_tokens, seconds * 1e3))
+                steps.append((num_tokens, seconds * 1e3, self._inside.seconds * 1e3))
             for one in outputs:
                 first_s = first_s or time.perf_counter() - start
                 output = one if one.finished else None

@@ -2,9 +2,9 @@
 
 Every contender is a vLLM engine on the CPU in a process of its own, with the same tiny model of random
 weights. Seeded chats of several turns, with branches, are served one request at a time; the engines take
-turns on each request, so that all see the same load of the machine. Before each request but those "on
-device" the engine's own prefix cache is emptied: every hit comes from the store. A real Mooncake master and
-one storage node serve all of them; no contender's keys meet another's.
+turns on each request, so that all see the same load of the machine. Before each one but "on device" the
+engine's own prefix cache is emptied: every hit comes from the store. A real Mooncake master and one storage
+node serve all of them; no contender's keys meet another's.
 
     python benchmarks/vllm_serving.py [--chats N] [--json FILE] [--page FILE] [--gate]
 
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +33,11 @@ from hybridkv.stores.mooncake.trial import HOST, TrialCluster
 from serving_engine import BLOCK, CHUNK, ENVIRONMENT, VOCABULARY, Engine, Record, write_model
 
 SEED = 20_260_301
-CHATS = 10
+CHATS = 8
 MARKER = "<!-- serving -->"
 NONE, PEER, PEER_ALL, OURS = "no connector", "in-tree", "in-tree, retention None", "hybridkv"
 MODELS = {"hybrid": (NONE, PEER, PEER_ALL, OURS), "full": (NONE, PEER, OURS)}
+OF_GATE = (NONE, PEER, OURS)
 TITLES = {"hybrid": "Gemma-3-like", "full": "Llama-like"}
 ON_DEVICE = "next turn, on device"
 KINDS = ("first turn", "next turn", ON_DEVICE, "edited turn", "branch", "again")
@@ -53,7 +54,7 @@ class Request:
 
 
 def chat(idx: int) -> Iterator[Request]:
-    """Yield the requests of one chat: four turns, then three that go back.
+    """Yield the requests of one chat: four turns, three that go back, and a first turn of something else.
 
     A turn's prompt is the one before, an answer of 60 tokens and a question. "edited turn" asks another
     second question after the first answer; "branch" shares half of the third turn's prompt, where no prompt
@@ -74,6 +75,7 @@ def chat(idx: int) -> Iterator[Request]:
     yield Request(idx, "edited turn", second[: len(first) + 60] + text(300, 500))
     yield Request(idx, "branch", third[: len(third) // 2] + text(len(third) // 2, len(third) // 2))
     yield Request(idx, "again", third)
+    yield Request(idx, "first turn", text(1000, 1200))
 
 
 def best_hit(prompt: Sequence[int], served: Sequence[Sequence[int]]) -> int:
@@ -220,23 +222,21 @@ class Figures:
         """Return a contender's median of a field over the requests of a kind."""
         return statistics.median(record[field] for record in self._of(name, kind))
 
-    def steps(self, name: str, tells: Callable[[int], bool]) -> list[float]:
-        """Return the milliseconds of a contender's steps in first turns, which nobody has a hit for.
+    def step_ms(self, name: str, num_tokens: int) -> tuple[float, float]:
+        """Return a contender's median step in first turns, which nobody has a hit for, and its calls' part.
 
         Args:
             name: of the contender.
-            tells: whether a step with that many tokens is meant.
+            num_tokens: of the steps that are meant.
         """
-        return [ms for one in self._of(name, "first turn") for num, ms in one["steps"] if tells(num)]
+        steps = [step for one in self._of(name, "first turn") for step in one["steps"]]
+        wholes, parts = zip(*[rest for num, *rest in steps if num == num_tokens], strict=True)
+        return statistics.median(wholes), statistics.median(parts)
 
     def stored(self, name: str) -> float:
-        """Return the bytes that a contender stored for a token of prompts that extend or begin a chat."""
-        kinds = ("first turn", "next turn", ON_DEVICE)
-        of_chats = [one for one in self._records if one["contender"] == name and one["kind"] in kinds]
-        longest: dict[int, int] = {}
-        for one in of_chats:
-            longest[one["chat"]] = max(one["num_tokens"], longest.get(one["chat"], 0))
-        return sum(one["stored_bytes"] for one in of_chats) / sum(longest.values())
+        """Return the bytes that a contender stored for a token of first turns."""
+        first = self._of(name, "first turn")
+        return sum(one["stored_bytes"] for one in first) / sum(one["num_tokens"] for one in first)
 
     def _of(self, name: str, kind: str) -> list[Record]:
         return [one for one in self._records if (one["contender"], one["kind"]) == (name, kind)]
@@ -246,7 +246,6 @@ def summary(kind: str, records: Sequence[Record]) -> dict[str, Any]:
     """Return a model's medians, by kind of request and contender."""
     figures, names = Figures(records), MODELS[kind]
     fields = ("num_tokens", "cached", "external", "ttft_ms", "held_ms", "answer_ms")
-    steps = {f"chunk of {CHUNK}": lambda num: num == CHUNK, "decode": lambda num: num == 1}
     return {
         "requests": {
             what: {
@@ -255,9 +254,16 @@ def summary(kind: str, records: Sequence[Record]) -> dict[str, Any]:
             }
             for what in KINDS
         },
-        "step_ms": {
-            what: {name: round(statistics.median(figures.steps(name, tells)), 3) for name in names}
-            for what, tells in steps.items()
+        "steps": {
+            name: {
+                "prefill_ms": round(prefill, 3),
+                "prefill_inside_ms": round(prefill_inside, 3),
+                "decode_ms": round(decode, 3),
+                "decode_inside_ms": round(decode_inside, 3),
+            }
+            for name in names
+            for prefill, prefill_inside in [figures.step_ms(name, CHUNK)]
+            for decode, decode_inside in [figures.step_ms(name, 1)]
         },
         "stored_bytes_per_token": {name: round(figures.stored(name)) for name in names if name != NONE},
     }
@@ -292,15 +298,17 @@ def table(medians: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "Steps of first turns, where nobody has a hit, and what was stored:"
     yield ""
     yield (
-        "| model | contender | step with 512 tokens, ms | to no connector | decode step, ms "
-        "| to no connector | bytes stored a token |"
+        "| model | contender | step with 512 tokens | to no connector | in the connector "
+        "| decode step | to no connector | in the connector | bytes stored a token |"
     )
-    yield "|---" * 7 + "|"
+    yield "|---" * 9 + "|"
     for kind, found in medians.items():
         for name in MODELS[kind]:
+            mine, none = found["steps"][name], found["steps"][NONE]
             times = [
-                f"{by_name[name]:.1f} | {by_name[name] / by_name[NONE]:.2f}x"
-                for by_name in found["step_ms"].values()
+                f"{mine[f'{step}_ms']:.1f} ms | {mine[f'{step}_ms'] / none[f'{step}_ms']:.2f}x "
+                f"| {mine[f'{step}_inside_ms']:.2f} ms"
+                for step in ("prefill", "decode")
             ]
             stored = found["stored_bytes_per_token"].get(name)
             yield f"| {TITLES[kind]} | {name} | {' | '.join(times)} | {f'{stored:,}' if stored else ''} |"
@@ -353,9 +361,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         for kind in ("hybrid",) if settings.gate else MODELS:
             path = Path(directory)
+            names = OF_GATE if settings.gate else MODELS[kind]
             with (
                 closing(TrialCluster(path, segment_bytes=SEGMENT_BYTES)) as cluster,
-                closing(Stage(kind, path, cluster, MODELS[kind])) as stage,
+                closing(Stage(kind, path, cluster, names)) as stage,
             ):
                 facts[kind] = stage.facts[OURS]
                 num_chats = 1 if settings.gate else settings.chats
@@ -382,7 +391,7 @@ def _write(path: Path, head: dict[str, Any], records: Sequence[Record]) -> None:
     """Write the figures, one record a line."""
     for record in records:
         record |= {key: round(value, 3) for key, value in record.items() if isinstance(value, float)}
-        record["steps"] = [[num, round(ms, 2)] for num, ms in record["steps"]]
+        record["steps"] = [[num, round(ms, 2), round(inside, 3)] for num, ms, inside in record["steps"]]
     lines = ",\n".join(f"  {json.dumps(record)}" for record in records)
     path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "records": [\n{lines}\n ]\n}}\n')
 
