@@ -51,7 +51,8 @@ def parse_bytes(text: str) -> int:
 def format_bytes(num_bytes: int) -> str:
     """Return a byte count in the largest fitting 1024-based unit, rounded to two decimals.
 
-    ``parse_bytes`` reads the text back: exactly when nothing was rounded, else to within 0.5 %.
+    ``parse_bytes`` reads the text back: exactly when nothing was rounded, else to within 0.5 %
+    and, as it rounds down, a byte.
 
     Args:
         num_bytes: bytes, >= 0.
