@@ -36,6 +36,10 @@ TOLERANCE = 1e-4
 """Of log probabilities: a hit changes the shapes of the steps, and with them the order of sums."""
 
 
+PATIENT = {"lookup_timeout_s": 60, "store_timeout_s": 60}
+"""On a busy machine a lookup that is late would be a miss, and a late load would be computed."""
+
+
 class EngineProcess:
     """A process that serves one engine after the other.
 
@@ -93,7 +97,7 @@ class EngineProcess:
                 "kv_connector_module_path": "hybridkv.adapters.vllm.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"store": store, **(extra or {})},
+                "kv_connector_extra_config": {"store": store, **PATIENT, **(extra or {})},
             }
         self.do("start", model=str(model), **{**ENGINE, **settings})
 
