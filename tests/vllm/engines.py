@@ -205,4 +205,4 @@ def spoil(store, spec_group):
     return len(keys)
 
 
-__all__ = ["EngineProcess", "Run", "clear", "open_store", "spec_groups", "spoil"]
+__all__ = ["TOLERANCE", "EngineProcess", "Run", "clear", "open_store", "spec_groups", "spoil"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.vllm.engines import EngineProcess, Run, clear, open_store, spec_groups, spoil
+from tests.vllm.engines import TOLERANCE, EngineProcess, Run, clear, open_store, spec_groups, spoil
 from tests.vllm.tiny_models import VOCABULARY, write_model
 
 
@@ -26,6 +26,9 @@ class Case:
         dtype: of weights and cache.
         settings: of the engine, where vLLM's defaults do not do.
         repeats: whether vLLM itself gives equal outputs for a prompt computed at once and in other steps.
+        together: how far log probabilities of prompts served together may lie from those of each alone.
+            In half precision vLLM's own hits lie up to 0.03 away: the sums depend on who is in a step, and
+            that depends on when a load ends.
     """
 
     kind: str
@@ -35,6 +38,7 @@ class Case:
     dtype: str = "float32"
     settings: dict = field(default_factory=dict)
     repeats: bool = True
+    together: float = TOLERANCE
 
 
 CASES = [
@@ -47,6 +51,7 @@ CASES = [
         num_groups=2,
         half=512,
         dtype="bfloat16",
+        together=0.1,
         settings={
             "enable_prefix_caching": True,  # by default off
             "max_num_batched_tokens": 512,  # a state is kept where a step ends
@@ -131,10 +136,10 @@ class Served:
         """Serve prompts of which only the store remembers something."""
         return self.process.run_afresh(*(PROMPTS[name] for name in names))
 
-    def assert_right(self, found, name):
+    def assert_right(self, found, name, tolerance=TOLERANCE):
         """Compare an output with that of the engine without a connector."""
         if self.case.repeats:
-            found.assert_equals(self.plain[name])
+            found.assert_equals(self.plain[name], tolerance)
 
     def spoil(self, spec_group):
         """Make the store serve zeros for a group, to the next ``cold``."""
@@ -202,13 +207,13 @@ def test_a_prompt_that_shares_half_of_another_loads_that_half(served, case):
     served.assert_right(found, "sibling")
 
 
-def test_prompts_that_are_served_together_load_together(served):
+def test_prompts_that_are_served_together_load_together(served, case):
     served.cold()
     names = ["first", "sibling", "short", "long", "first"]
     found = served.afresh(*names)
     assert all(one.cached > 0 for name, one in zip(names, found, strict=True) if name != "short")
     for name, one in zip(names, found, strict=True):
-        served.assert_right(one, name)
+        served.assert_right(one, name, case.together)
 
 
 def changed_layers(read, other, hit):
